@@ -327,7 +327,7 @@ class _Effects:
         # lose.
         share = _ALIKE / len(self.regions) if self.regions else 0.0
         nearly_bytes = int(share * self.base.max())
-        nearly_cost = share * sum(self._member_costs())
+        nearly_cost = share * sum(max(option.cost for option in region.options) for region in self.regions)
         undominated: dict[tuple[Hashable, ...], list[int]] = {}
         for region, (change, use) in zip(self.regions, self._changes(), strict=True):
             # Dominance is the same on the distinct columns, which are far fewer and equal for regions that look alike.
@@ -347,10 +347,6 @@ class _Effects:
             left.append(change[keep])
             left_uses.append(use[keep].reshape(len(keep), -1))
         return tuple(regions), tuple(left), tuple(left_uses)
-
-    def _member_costs(self) -> list[float]:
-        """Return by region the cost of its most expensive option."""
-        return [max(option.cost for option in region.options) for region in self.regions]
 
     def _pattern(self, events: Sequence[tuple[int, int, int]]) -> tuple[object, ...]:
         """Return the events of a region with storages and handles numbered as they appear, and what these are.

@@ -34,6 +34,7 @@ from sacplan.core.factors.rule import Rule
 from sacplan.core.pins import NO_PINS, Pins
 from sacplan.core.program import Program
 from sacplan.device.devices import DeviceSpec
+from sacplan.techniques.base.regions import connected
 from sacplan.techniques.chunk.dataflow import Dataflow
 from sacplan.techniques.chunk.flow import Conflict, FactorFlow, axis_of, factor_flow, parts_of
 from sacplan.torch_compat.private import is_dense
@@ -303,19 +304,8 @@ class _Finder:
         """Return those that are connected with the last op: the axis of that one does not say how others are cut."""
         flow = self.flow
         maker = {t: i for i in members for t in flow.outputs[i]}
-        beside: dict[int, list[int]] = defaultdict(list)
-        for i in members:
-            for t in flow.inputs[i]:
-                if t in maker:
-                    beside[i].append(maker[t])
-                    beside[maker[t]].append(i)
-        reached, queue = {end}, [end]
-        while queue:
-            for i in beside[queue.pop()]:
-                if i not in reached:
-                    reached.add(i)
-                    queue.append(i)
-        return tuple(sorted(reached))
+        pairs = ((maker[t], i) for i in members for t in flow.inputs[i] if t in maker)
+        return next(tuple(group) for group in connected(members, pairs) if end in group)
 
     def _candidates(
         self, found: FactorFlow, members: tuple[int, ...], axis: Axis, ends: Sequence[int]

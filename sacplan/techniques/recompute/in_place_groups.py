@@ -4,15 +4,15 @@ An in-place write destroys the old version of its storage, so that version canno
 that reads it (the write itself, or any other reader) can run again only if the op that made it runs again, too. So
 the maker and all readers of an overwritten version are one group.
 
-Groups are the connected components of these ties, by union-find with path halving: nearly linear in the ops.
+Groups are the connected components of these ties.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sacplan.core.program import CallSite, Program
+from sacplan.techniques.base.regions import connected
 
 Group = tuple[int, ...]
 
@@ -34,24 +34,6 @@ def in_place_groups(program: Program, groups: Sequence[Group]) -> tuple[Group, .
         tuple(sorted(op for at in together for op in groups[at]))
         for together in connected(range(len(groups)), ties)
     )
-
-
-def connected(items: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Return the connected components of the items under these pairs, in the order of the items."""
-    leader = {item: item for item in items}
-
-    def find(item: int) -> int:
-        while leader[item] != item:
-            # Path halving: every other item on the way is hung up one level higher.
-            leader[item] = item = leader[leader[item]]
-        return item
-
-    for one, other in pairs:
-        leader[find(one)] = find(other)
-    groups: dict[int, list[int]] = defaultdict(list)
-    for item in leader:
-        groups[find(item)].append(item)
-    return list(groups.values())
 
 
 def discardable(program: Program, group: Group) -> bool:

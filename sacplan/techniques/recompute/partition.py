@@ -328,50 +328,35 @@ def _crossing_bytes(program: Program, part: OpGroup) -> npt.NDArray[np.int64]:
     return np.cumsum(change)
 
 
-def runs(parts: Sequence[OpGroup]) -> list[list[OpGroup]]:
-    """Return the runs of neighbours that can be joined."""
-    found: list[list[OpGroup]] = []
-    before: object = None
-    for part in parts:
-        # Such a part neither joins a run nor ends one.
-        if part.family is None:
-            continue
-        alike = (part.family, None if part.once else part.unit)
-        if alike != before:
-            found.append([])
-        found[-1].append(part)
-        before = alike
-    return found
-
-
 def most_joined(parts: Sequence[OpGroup]) -> int:
-    """Return how many neighbours can be joined at most, with two pointers over each run."""
-    most = 1
-    for run in runs(parts):
-        first = n_ops = 0
-        for at, part in enumerate(run):
-            n_ops += len(part.members)
-            # Invariant: ``run[first:at + 1]`` is the longest stretch that ends here and is small enough.
-            while n_ops > LARGEST_JOINED and first < at:
-                n_ops -= len(run[first].members)
-                first += 1
-            most = max(most, at - first + 1)
-    return most
+    """Return how many neighbours can be joined at most."""
+    return max(map(len, _neighbours(parts, len(parts))), default=1)
 
 
 def join(program: Program, parts: Sequence[OpGroup], size: int) -> list[OpGroup]:
     """Join ``size`` neighbours to one part, fewer where they would have more than ``LARGEST_JOINED`` call sites."""
     joined = [part for part in parts if part.family is None]
-    for run in runs(parts):
-        group: list[OpGroup] = []
-        for part in run:
-            n_ops = sum(len(p.members) for p in group) + len(part.members)
-            if group and (len(group) == size or n_ops > LARGEST_JOINED):
-                joined.append(_merged(program, group))
-                group = []
-            group.append(part)
-        joined.append(_merged(program, group))
+    joined += [_merged(program, group) for group in _neighbours(parts, size)]
     return sorted(joined, key=lambda part: part.members[0][0])
+
+
+def _neighbours(parts: Sequence[OpGroup], size: int) -> list[list[OpGroup]]:
+    """Return the neighbours that become one part, each group as long as it may be, from the first part on."""
+    groups: list[list[OpGroup]] = []
+    before: object = None
+    n_ops = 0
+    for part in parts:
+        # Such a part neither joins a group nor ends one.
+        if part.family is None:
+            continue
+        alike = (part.family, None if part.once else part.unit)
+        n_ops += len(part.members)
+        if alike != before or len(groups[-1]) == size or n_ops > LARGEST_JOINED:
+            groups.append([])
+            n_ops = len(part.members)
+        groups[-1].append(part)
+        before = alike
+    return groups
 
 
 def _merged(program: Program, group: Sequence[OpGroup]) -> OpGroup:

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 from sacplan.core.pins import NO_PINS, Pins
 from sacplan.core.program import Phase, Program
-from sacplan.techniques.base.regions import Option, Region
+from sacplan.techniques.base.regions import Option, Region, connected
 from sacplan.techniques.recompute import closure
-from sacplan.techniques.recompute.in_place_groups import Group, connected, discardable, in_place_groups
+from sacplan.techniques.recompute.in_place_groups import Group, discardable, in_place_groups
 from sacplan.techniques.recompute.partition import OpGroup, join, most_joined, partition, unit_around
 
 _VERTICES, _FEWEST = 24, 4  # of a region's hull, at most, and where there are very many ops

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,17 +115,12 @@ class Fetch:
         saved = self.board.look_up(self.number)
         tensor = tensors[self.tensor] if self.tensor < len(tensors) else None
         if saved is not None and tensor is not None and is_plain(tensor):
-            saved_of(tensor).on_ask.append(_Fetching(weakref.ref(saved)))
+            saved_of(tensor).on_ask.append(partial(_fetch, weakref.ref(saved)))
 
 
-class _Fetching:
-    __slots__ = ("_saved",)
-
-    def __init__(self, saved: weakref.ref[SavedStorage]) -> None:
-        self._saved = saved
-
-    def __call__(self) -> None:
-        # It may have been needed and released before, as in a backward pass through a part of the graph.
-        saved = self._saved()
-        if saved is not None and saved.is_away and isinstance(saved.stand, Parcel):
-            saved.stand.fetch()
+def _fetch(ref: weakref.ref[SavedStorage]) -> None:
+    """Begin the copy back of a storage that is away."""
+    # It may have been needed and released before, as in a backward pass through a part of the graph.
+    saved = ref()
+    if saved is not None and saved.is_away and isinstance(saved.stand, Parcel):
+        saved.stand.fetch()
