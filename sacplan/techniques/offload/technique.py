@@ -116,7 +116,7 @@ class Offloading(Technique):
         # The executors are not needed to plan. That of recipes has the hooks through which all saved tensors go.
         from sacplan.techniques.offload.executor.marks import Board, Fetch, LetGo, Send
         from sacplan.techniques.offload.executor.weights import InstalledWeights
-        from sacplan.techniques.recompute.executor.install import InstalledMarks
+        from sacplan.techniques.recompute.executor.install import InstalledRecipes
 
         # At one op memory is let go of first, then copies out begin, and copies back are ordered last.
         marks: dict[str, dict[CallSite, list[LetGo | Send | Fetch]]] = defaultdict(lambda: defaultdict(list))
@@ -136,5 +136,5 @@ class Offloading(Technique):
             if fetch is not None:
                 marks[fetch.unit][CallSite(*fetch.site[1:])].append(Fetch(board, number, fetch.tensor))
         frozen = {unit: {site: tuple(all_) for site, all_ in sites.items()} for unit, sites in marks.items()}
-        marked = InstalledMarks(wanted.model, frozen, wanted.recorded)
+        marked = InstalledRecipes(wanted.model, {}, wanted.recorded, check=False, marks=frozen)
         return InstalledWeights(wanted.model, weights, board, marked) if weights else marked

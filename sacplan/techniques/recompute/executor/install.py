@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -18,13 +19,16 @@ from sacplan.techniques.runtime.stand_ins import InstalledStandIns
 
 
 class InstalledRecipes(InstalledStandIns):
-    """The units of a model whose forward leaves recipes.
+    """The units of a model whose forward leaves recipes, or in which something else is done when ops have run.
+
+    A unit has one recorder for both: where recipes are installed already, it gets the marks.
 
     Args:
         model: the model.
         discarded: unit to call sites, and how often each is dropped.
         recorded: unit to the ops of its calls in the recorded step.
         check: compare checksums in the first step.
+        marks: by unit and call site, what else is done.
 
     Raises:
         PlanError: a unit is compiled in parts.
@@ -36,52 +40,23 @@ class InstalledRecipes(InstalledStandIns):
         discarded: Discarded,
         recorded: Mapping[str, Sequence[OpSequence]],
         check: bool,
+        marks: Mapping[str, Mapping[CallSite, tuple[Mark, ...]]] = MappingProxyType({}),
     ) -> None:
-        planned = []
+        super().__init__()
         names = {id(module): fqn for fqn, module in model.named_modules()}
-        super().__init__()
-        for fqn, sites in discarded.items():
-            unit = model.get_submodule(fqn)
-            _check_compiled(fqn, unit)
-            elsewhere = self._elsewhere(names, unit, fqn)
-            ops = RecordedUnit(fqn, recorded.get(fqn, ()), sites)
-            planned.append(PlannedForward(unit, ops, elsewhere, self._differences, check))
-        self._put_on(planned)
-
-
-class InstalledMarks(InstalledStandIns):
-    """The units of a model in which something else is done when ops have run.
-
-    A unit that leaves recipes has one recorder for both. The others get one that discards nothing.
-
-    Args:
-        model: the model.
-        marks: by unit and call site, what is done.
-        recorded: unit to the ops of its calls in the recorded step.
-
-    Raises:
-        PlanError: a unit is compiled in parts.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        marks: Mapping[str, Mapping[CallSite, tuple[Mark, ...]]],
-        recorded: Mapping[str, Sequence[OpSequence]],
-    ) -> None:
-        super().__init__()
         planned = []
         self._marked: list[PlannedForward] = []
-        for fqn, sites in marks.items():
+        for fqn in dict.fromkeys((*discarded, *marks)):
             unit = model.get_submodule(fqn)
             there = unit.__dict__.get("forward")
-            if isinstance(there, PlannedForward):
+            if fqn in marks and isinstance(there, PlannedForward):
                 self._marked.append(there)
-                there.mark(sites)
+                there.mark(marks[fqn])
                 continue
             _check_compiled(fqn, unit)
-            ops = RecordedUnit(fqn, recorded.get(fqn, ()), {}, sites)
-            planned.append(PlannedForward(unit, ops, differences=self._differences, check=False))
+            elsewhere = self._elsewhere(names, unit, fqn)
+            ops = RecordedUnit(fqn, recorded.get(fqn, ()), discarded.get(fqn, {}), marks.get(fqn))
+            planned.append(PlannedForward(unit, ops, elsewhere, self._differences, check))
         self._put_on(planned)
 
     def remove(self) -> None:
