@@ -28,7 +28,7 @@ from sacplan.techniques.offload.sites import (
     weight_of,
     weights_asked_for,
 )
-from sacplan.techniques.registry import TECHNIQUES, decisions_of, regions
+from sacplan.techniques.registry import decisions_of, regions, why_not
 
 ALL = ("recompute", "chunk", "offload")
 
@@ -90,7 +90,7 @@ def scattered_plan(
     """
     found = list(_scattered(profile, rng, list(units), any_tensor=any_tensor))
     if any_tensor:
-        refused = TECHNIQUES["offload"].why_not
+        refused = why_not
         found = [one for one in found if not refused(profile.program, [one], profile.spec)]
     return plan_with(profile, found)
 

@@ -175,7 +175,7 @@ class Basis:
         # Other techniques rewrite the program one after the other. Only decisions of the same technique can be in the
         # way.
         own = [one for one in self.settled if isinstance(one, technique.decision)]
-        return not own or not technique.why_not(step.program, (*own, offer.furthest), step.device)
+        return not own or not why_not(step.program, (*own, offer.furthest), step.device)
 
     def _frees(self, offer: Offer, least_bytes: float) -> bool:
         """Whether an offer makes that much less be alive at some op of the step."""

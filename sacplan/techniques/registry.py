@@ -143,6 +143,9 @@ def rewritten(program: Program, decisions: Sequence[Decision], device: DeviceSpe
     """Return the program of the step with the decisions of a plan. Techniques rewrite it in the order of the registry.
 
     ``device`` is the target device. A technique needs it if it changes the sizes that kernels are called with.
+
+    Raises:
+        PlanError: a decision cannot be carried out on this step, or not together with another one.
     """
     for technique, own in by_technique(decisions):
         program = _rewritten_by(technique, program, tuple(own), device)
@@ -151,11 +154,10 @@ def rewritten(program: Program, decisions: Sequence[Decision], device: DeviceSpe
 
 def why_not(program: Program, decisions: Sequence[Decision], device: DeviceSpec | None = None) -> str:
     """Return why a program cannot be ``rewritten`` with these decisions together, a sentence; empty if it can."""
-    for technique, own in by_technique(decisions):
-        why = technique.why_not(program, own, device)
-        if why:
-            return why
-        program = _rewritten_by(technique, program, tuple(own), device)
+    try:
+        rewritten(program, decisions, device)
+    except PlanError as error:
+        return str(error)
     return ""
 
 

@@ -13,7 +13,7 @@ import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from benchmarks.random_programs import decisions, make_program, peaks_of_fake_step
 from sacplan.core.decisions import Recompute
-from sacplan.techniques.registry import TECHNIQUES
+from sacplan.techniques.registry import why_not
 from tests.support.steps import mean_square
 from tests.zoo.layers import FromFunction
 
@@ -29,7 +29,7 @@ def test_random_decisions_are_predicted_or_refused() -> None:
             copy.deepcopy(program.net), program.batch(0), program.loss, device="cpu", trace="fake"
         )
         for _, drawn in decisions(program, profile, ("random", "everything", "adversarial")):
-            why = TECHNIQUES["recompute"].why_not(profile.program, drawn.decisions, profile.spec)
+            why = why_not(profile.program, drawn.decisions, profile.spec)
             if why:
                 with pytest.raises(sacplan.errors.PlanError, match="cannot run again in this step"):
                     plan_with(profile, drawn.decisions)

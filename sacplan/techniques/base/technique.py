@@ -218,11 +218,6 @@ class Technique(ABC):
         # A technique whose options come without a decision overrides this.
         return tuple(option.decision for _, option in taken if option.decision is not None)
 
-    def why_not(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> str:
-        """Return why there is no ``patch`` for these decisions together, a sentence; empty if there is one."""
-        # A technique whose decisions may exclude each other overrides this.
-        return ""
-
     @abstractmethod
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
         """Return the rewrite for the decisions of a plan. Other techniques may have rewritten the program before.
@@ -231,6 +226,9 @@ class Technique(ABC):
             program: the step, with what other techniques did to it.
             decisions: those of this technique.
             device: what the step runs on. None where it is not known; a technique may then refuse.
+
+        Raises:
+            PlanError: there is none: a decision cannot be carried out on this step, or not together with another one.
         """
 
     @abstractmethod

@@ -68,31 +68,19 @@ class Chunking(Technique):
         Raises:
             PlanError: this step has no such ops, or two of the loops would be in the same place.
         """
-        found = self._patch(program, decisions, device)
-        if isinstance(found, str):
-            raise PlanError(found)
-        return found
-
-    def why_not(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> str:
-        """Return which chunk cannot be carried out on this step, or why two of them do not go together."""
-        found = self._patch(program, decisions, device)
-        return found if isinstance(found, str) else ""
-
-    @staticmethod
-    def _patch(program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch | str:
         if device is None:
-            return "a plan with chunks is read with the device that it is for; it was not given."
+            raise PlanError("a plan with chunks is read with the device that it is for; it was not given.")
         chunks, rewrites = _chunks(decisions), []
         for chunk in chunks:
             try:
                 rewrite = stretch_rewrite if chunk.span == "stretch" else training_chunk
                 rewrites.append(rewrite(program, chunk, device))
             except CannotChunk as error:
-                return f"{chunk} cannot be carried out on this step: {error}."
+                raise PlanError(f"{chunk} cannot be carried out on this step: {error}.") from error
         try:
             return merged(program, rewrites)
         except ValueError as error:
-            return f"{error}, so these chunks do not go together: {chunks}."
+            raise PlanError(f"{error}, so these chunks do not go together: {chunks}.") from error
 
     def install(self, wanted: ToInstall) -> Installed:
         """Replace the forward of each unit."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from sacplan.core.decisions import Offload, SeenTensor, Site
 from sacplan.core.derived import derived
 from sacplan.core.program import CallSite, Event, Phase, Program, StorageKind
+from sacplan.errors import PlanError
 from sacplan.techniques.base.step import backward_ops
 from sacplan.techniques.offload.rewrite import Move, last_writes
 from sacplan.torch_compat.ops import is_computation
@@ -100,15 +101,16 @@ def weight_of(program: Program, op: int) -> int:
     return _WEIGHTS[program.ops[op].name]
 
 
-def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move] | str:
-    """Return the moves that decisions stand for, or why one of them cannot be carried out on this step.
+def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move]:
+    """Return the moves that decisions stand for. A decision about an op that does not run moves nothing.
 
-    A decision about an op that does not run moves nothing.
+    Raises:
+        PlanError: one of them cannot be carried out on this step.
     """
     by_site: dict[str, dict[CallSite, int]] = {}
     for unit in {unit for one in decisions for unit in one.units}:
         if len(program.calls.get(unit, ())) > 1:
-            return (
+            raise PlanError(
                 f"module {unit!r} runs several times in a step, so which tensor of it to copy to the host is not "
                 "known. Offload in modules that run once."
             )
@@ -129,9 +131,9 @@ def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move] | str
             continue
         # What a step begins with stays. And versions of tensors do not tell the executor of every write.
         if storage in initial:
-            return _refused(one, "is there before the step, as a parameter is, and stays on the device")
+            raise _refused(one, "is there before the step, as a parameter is, and stays on the device")
         if last_writes(program).get(storage, -1) >= sent:
-            return _refused(one, "is written in place by that op or after it, so the copy has other contents")
+            raise _refused(one, "is written in place by that op or after it, so the copy has other contents")
         taken[storage] = sent
         # PyTorch counts a write in place when the op returns, behind the mark: nobody lets go then.
         made = program.ops[sent]
@@ -143,9 +145,9 @@ def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move] | str
     return found
 
 
-def _refused(decision: Offload, why: str) -> str:
+def _refused(decision: Offload, why: str) -> PlanError:
     place = f", place {decision.place!r}" if decision.place else ""
-    return (
+    return PlanError(
         f"the plan copies tensor {decision.tensor} of {decision.op} #{decision.occurrence} of unit {decision.unit!r}"
         f"{place} to the host, but it {why}. Leave out this decision, or have sacplan.plan make the plan."
     )

@@ -12,7 +12,6 @@ from sacplan.core.decisions import Decision, Offload, OffloadWeight
 from sacplan.core.program import CallSite, Patch, Program
 from sacplan.core.rewriting import PatchBuilder
 from sacplan.device.devices import DeviceSpec, resolve_device
-from sacplan.errors import PlanError
 from sacplan.techniques.base.regions import Option, Region, outermost, units_of
 from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.base.technique import Installed, Technique, ToInstall
@@ -88,9 +87,10 @@ class Offloading(Technique):
             PlanError: one of the decisions cannot be carried out on this step.
         """
         # Two passes: events are placed first, and how long each wait takes depends on all of them.
-        moves = self._moves(program, decisions)
-        if isinstance(moves, str):
-            raise PlanError(moves)
+        moves: list[Move | Visit] = [
+            *moves_of(program, [one for one in decisions if isinstance(one, Offload)]),
+            *visits_of(program, [one for one in decisions if isinstance(one, OffloadWeight)]),
+        ]
         spec = device or resolve_device("cpu")
         patch = moved(program, moves, spec.host_bytes)
         draft = PatchBuilder.continuing(program, patch)
@@ -98,18 +98,6 @@ class Offloading(Technique):
         for op, ms in waits.items():
             draft.ops[op] = replace(draft.ops[op], time_ms=ms)
         return draft.patch()
-
-    def why_not(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> str:
-        """Return which tensor cannot be copied to the host on this step, and why."""
-        moves = self._moves(program, decisions)
-        return moves if isinstance(moves, str) else ""
-
-    def _moves(self, program: Program, decisions: Sequence[Decision]) -> list[Move | Visit] | str:
-        moves = moves_of(program, [one for one in decisions if isinstance(one, Offload)])
-        visits = visits_of(program, [one for one in decisions if isinstance(one, OffloadWeight)])
-        if isinstance(moves, str):
-            return moves
-        return visits if isinstance(visits, str) else [*moves, *visits]
 
     def install(self, wanted: ToInstall) -> Installed:
         """Mark the ops at which something is copied in the units."""

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from sacplan.core.decisions import OffloadWeight
 from sacplan.core.derived import derived
 from sacplan.core.program import ROOT_SCOPE, Event, Phase, Program, StorageKind
+from sacplan.errors import PlanError
 from sacplan.techniques.offload.rewrite import FROM_HOST, Visit, last_writes
 from sacplan.techniques.offload.sites import fetch_event, seen_weight
 
@@ -105,22 +106,26 @@ def _uses(program: Program) -> Mapping[int, _Uses]:
     return found
 
 
-def visits_of(program: Program, decisions: Sequence[OffloadWeight]) -> list[Visit] | str:
-    """Return the visits that decisions stand for, or why one of them cannot be carried out on this step."""
+def visits_of(program: Program, decisions: Sequence[OffloadWeight]) -> list[Visit]:
+    """Return the visits that decisions stand for.
+
+    Raises:
+        PlanError: one of them cannot be carried out on this step.
+    """
     storages = {name: s for s, name in program.fixed.items()}
     found: list[Visit] = []
     for one in decisions:
         storage = storages.get(one.parameter)
         home = None if storage is None else homes_of(program).get(storage)
         if storage is None or home is None or program.scopes[home.call].fqn != one.module:
-            return (
+            raise PlanError(
                 f"the plan leaves parameter {one.parameter!r} on the host but for the call of module {one.module!r}, "
                 "and it is changed on the device, shared, or used elsewhere as well. Leave out this decision, or have "
                 "sacplan.plan make the plan."
             )
         calls = program.calls.get(one.begin, ())
         if len(calls) != 1 or program.liveness.entered[calls[0]] > program.liveness.entered[home.call]:
-            return (
+            raise PlanError(
                 f"the copy of parameter {one.parameter!r} begins with the call of module {one.begin!r}, which does not "
                 f"run once before {one.module!r}. Have sacplan.plan make the plan."
             )

@@ -38,7 +38,7 @@ def recomputed(program: Program, discarded: Discarded) -> Program:
         program: the step, as it ran without a plan.
         discarded: unit to call sites, and how often each is dropped. Units must not nest. A call site that the unit
             does not have is ignored, as the executor ignores it; so is one whose op cannot run again, which no plan
-            may name (``Recomputation.why_not``).
+            may name (``Recomputation.patch``).
     """
     return program.with_(recompute(program, discarded))
 

@@ -62,14 +62,8 @@ class Recomputation(Technique):
             PlanError: one of these ops cannot run again.
         """
         discarded = discarded_by(decisions)
-        why = _why_not_again(program, discarded)
-        if why:
-            raise PlanError(why)
+        _check_runs_again(program, discarded)
         return recompute(program, discarded)
-
-    def why_not(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> str:
-        """Return which op that the decisions discard cannot run again; call sites that do not run are ignored."""
-        return _why_not_again(program, discarded_by(decisions))
 
     def install(self, wanted: ToInstall) -> Installed:
         """Replace the forward of each unit, or have the compiler's graphs partitioned so."""
@@ -89,18 +83,18 @@ def _regions(step: PlanStep) -> Regions:
     return Regions(step.program, step.costs, early, step.pins)
 
 
-def _why_not_again(program: Program, discarded: Discarded) -> str:
+def _check_runs_again(program: Program, discarded: Discarded) -> None:
+    """Raise ``PlanError`` for an op that cannot run again. Call sites that do not run are ignored."""
     # The executor sees one op at a time: it would discard such an op, and hold what that reads.
     for unit, sites in discarded.items():
         fixed = _fixed_sites(program, unit)
         found = next((site for site in sites if site in fixed), None)
         if found is not None:
-            return _cannot_run_again(unit, found, "it would not give the same values, or have another effect")
+            raise _cannot_run_again(unit, found, "it would not give the same values, or have another effect")
         lost = _reads_lost_value(program, unit, sites)
         if lost is not None:
             why = "what it reads is written in place later, and the plan keeps what makes that"
-            return _cannot_run_again(unit, lost, why)
-    return ""
+            raise _cannot_run_again(unit, lost, why)
 
 
 @derived
@@ -132,9 +126,9 @@ def _reads_lost_value(program: Program, unit: str, sites: Collection[CallSite]) 
     return None
 
 
-def _cannot_run_again(unit: str, site: CallSite, why: str) -> str:
+def _cannot_run_again(unit: str, site: CallSite, why: str) -> PlanError:
     place = f", place {site.place!r}" if site.place else ""
-    return (
+    return PlanError(
         f"the plan discards {site.op} #{site.occurrence} of unit {unit!r}{place}, which cannot run again in this step: "
         f"{why}. Leave out this decision, or have sacplan.plan make the plan."
     )
