@@ -164,18 +164,12 @@ class Basis:
                 # Its kind takes all of its options, which nobody has asked for so far.
                 kind = offer.region.kind if self.settled else None
                 if kind not in goes:
-                    goes[kind] = self._goes_with_settled(name, offer)
+                    # An offer is about the step with what is settled, and a plan is carried out on the recorded one.
+                    step, together = self.recorded, (*self.settled, offer.furthest)
+                    goes[kind] = not self.settled or not why_not(step.program, together, step.device)
                 if goes[kind]:
                     known = (*known, offer)
         return replace(self, offers=known)
-
-    def _goes_with_settled(self, name: str, offer: Offer) -> bool:
-        """Whether a technique can carry out an offer in the recorded step together with what is settled."""
-        technique, step = TECHNIQUES[name], self.recorded
-        # Other techniques rewrite the program one after the other. Only decisions of the same technique can be in the
-        # way.
-        own = [one for one in self.settled if isinstance(one, technique.decision)]
-        return not own or not why_not(step.program, (*own, offer.furthest), step.device)
 
     def _frees(self, offer: Offer, least_bytes: float) -> bool:
         """Whether an offer makes that much less be alive at some op of the step."""

@@ -17,8 +17,8 @@ bumps no version; so in the first step of a unit each discarded tensor leaves a 
 match; and on a CPU each kept argument of a recipe leaves a digest in every step.
 
 Related work: RETURNN's ``gradient_checkpoint_scope``, DTR (Kirisame et al. 2020). Known inefficiencies: every op in the
-forward of a unit passes through Python, kept ones too, since no op that writes may be missed; an argument that a recipe
-holds is not offloaded by the saved-tensor hooks around the model.
+forward of a unit passes through Python, kept ones too, since no op that writes may be missed, and so does every tensor
+that autograd saves there; an argument that a recipe holds is not offloaded by the saved-tensor hooks around the model.
 """
 
 from __future__ import annotations
