@@ -176,7 +176,9 @@ class Profile:
                 return plan, self.run_with(plan)
             except NotInGraph as error:
                 found = {"broken": error.units.intersection(plan.units), "untraced": error.ops}
-                known = {which: tuple(sorted({*self._not_in_graph[which], *new})) for which, new in found.items()}
+                known = {
+                    which: tuple(sorted({*self._not_in_graph[which], *new})) for which, new in found.items()
+                }
                 if known == self._not_in_graph:
                     raise
                 self._not_in_graph.update(known)

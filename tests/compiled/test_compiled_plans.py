@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch._inductor import config
+from torch.nn import functional as F
 
 import sacplan
 from sacplan.errors import PlanError

@@ -29,9 +29,11 @@ is compiled on its own inside an eager unit runs eagerly, since a dispatch mode 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections import defaultdict
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -122,12 +124,8 @@ def _contexts(tags: Tags) -> Any:
     # None where no graph is being traced: it broke inside the unit.
     graph = torch._guards.TracingContext.try_get()
     if graph is None:
-        raise NotInGraph(
-            "torch.compile broke the graph inside a unit of the plan, so the plan cannot be kept there. "
-            "Compile with fullgraph=True to see where, and remove the break; or leave the unit's module "
-            "uncompiled, with torch.compiler.disable, and the plan is kept as in an eager step.",
-            frozenset(planned.fqn for planned in tags.units),
-        )
+        _broken.update(tags.units)
+        return contextlib.nullcontext(), _Broken()
     if tags.again is not None:
         raise PlanError(
             f"the plan recomputes {tags.again[0]} #{tags.again[1]} of unit {_traced_module()} more than once, but "
@@ -139,6 +137,25 @@ def _contexts(tags: Tags) -> Any:
     forward, backward = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
     forward = with_outputs(forward, policy.note_output)
     return _Checked(forward, tags, met, _traced_module()), backward
+
+
+_broken: WeakSet[TaggedForward] = WeakSet()
+"""Units in which the graph broke, in any step."""
+
+
+class _Broken(AbstractContextManager[None]):
+    """The context in which such a unit would run again; by then the forward pass has met all of them."""
+
+    def __enter__(self) -> None:
+        raise NotInGraph(
+            "torch.compile broke the graph inside a unit of the plan, so the plan cannot be kept there. "
+            "Compile with fullgraph=True to see where, and remove the break; or leave the unit's module "
+            "uncompiled, with torch.compiler.disable, and the plan is kept as in an eager step.",
+            frozenset(planned.fqn for planned in _broken),
+        )
+
+    def __exit__(self, *_: object) -> None:
+        return
 
 
 def _traced_module() -> str:
