@@ -42,7 +42,6 @@ from sacplan.profiling.optimizer_table import factory_of
 from sacplan.profiling.profile import Profile, Source
 from sacplan.profiling.remarks import loss_of_library, summed_outputs, without_bfloat16
 from sacplan.record.compiled import CompileModules, compilation_of, compile_step, dry_compiled
-from sacplan.record.device_recorder import device_recorder
 from sacplan.record.fake_copy import FakeCopier
 from sacplan.record.fake_data import DataRules, data_rules
 from sacplan.record.fake_values import is_worst
@@ -434,9 +433,9 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
             with looking_up:
                 make_gathered(fake)
             if asked.compiled is not None:
-                compile_step(step, device_recorder(spec, asked.cost, "observe", rules))
+                compile_step(step, Recorder(spec, asked.cost, "observe", rules))
             program, calls, checkpointed = _record_settled_step(
-                step, lambda: device_recorder(spec, asked.cost, how, rules), handle, rules
+                step, lambda: Recorder(spec, asked.cost, how, rules), handle, rules
             )
             setup = _as_recorded(step.setup(asked.autocast), step, spec, checkpointed)
             local_shapes = local_shapes_of(fake)
@@ -462,7 +461,7 @@ def _trace_real(asked: _RecordRequest) -> _Recorded:
         handle = asked.prepare(model) if asked.prepare is not None else None
         try:
             program, calls, checkpointed = _record_settled_step(
-                step, lambda: device_recorder(spec, asked.cost, how), handle
+                step, lambda: Recorder(spec, asked.cost, how), handle
             )
             setup = _as_recorded(step.setup(asked.autocast), step, spec, checkpointed)
             return program, (), setup, calls, local_shapes_of(model)

@@ -19,7 +19,7 @@ from sacplan.core.rewriting import Indices, PatchBuilder
 from sacplan.device.cost import CostModel
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.kernels import fake_device
-from sacplan.record.device_recorder import device_recorder
+from sacplan.record.recorder import Recorder
 from sacplan.torch_compat.fake_tensors import FakeTensorMode, fake_empty_strided
 
 
@@ -53,7 +53,7 @@ class Rehearsal:
     def __init__(self, program: Program, device: DeviceSpec) -> None:
         self.program = program
         self.known: dict[int, int] = {}
-        self._recorder = device_recorder(device, _costs(device).cost, "observe")
+        self._recorder = Recorder(device, _costs(device).cost, "observe")
         self.device = device
         self._tensors: list[torch.Tensor] = []  # alive, so that nothing that is given is freed
         self._mode: FakeTensorMode | None = None  # while it runs
