@@ -33,6 +33,7 @@ from sacplan.core.program import ROOT_SCOPE, Event, Op, Phase, Program, StorageK
 from sacplan.device.cost import fused_ms
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.host_step import rank_step_ms
+from sacplan.device.op_kernels import Call
 from sacplan.device.workspace import formula_bytes, workspace_bytes
 from sacplan.record.again import noted
 from sacplan.record.autograd_nodes import AutogradNodes, KeptNumbers
@@ -96,7 +97,7 @@ class Recorder(Watching):
 
     Args:
         spec: the device that the step would run on: its allocator, workspaces and links.
-        cost: ``(func, args, kwargs, out) -> (flops, time_ms)`` for each op.
+        cost: FLOPs and time in ms of each call of an op.
         saved: how tensors that autograd saves are treated, see ``saved_tensors.py``.
         rules: knows values of fake tensors; a tensor that is unpacked keeps them.
         tensors_only: count nothing that kernels, generators and Python numbers take, as PyTorch's MemTracker does.
@@ -111,7 +112,7 @@ class Recorder(Watching):
     def __init__(
         self,
         spec: DeviceSpec,
-        cost: Callable[..., tuple[int, float]],
+        cost: Callable[[Call], tuple[int, float]],
         saved: SavedMode,
         rules: DataRules | None = None,
         *,
@@ -328,21 +329,21 @@ class Recorder(Watching):
                 self._record(func, args, kwargs, out, given, seen, is_made=known is not None)
             elif seen is not None:
                 # Not recorded, but remembered: an optimizer's step that only makes its state runs the ops of the next.
-                self._figures(func, args, kwargs, out, seen)
+                self._figures(Call(func, args, kwargs, out), seen)
         except Exception as error:
             self._fail(error)
         return out
 
-    def _figures(self, func: Any, args: Any, kwargs: Any, out: Any, seen: SeenOp | None) -> Figures:
+    def _figures(self, call: Call, seen: SeenOp | None) -> Figures:
         """Return what an op costs. One that is looked up remembers that, and how its outputs are made."""
         if seen is not None and seen.figures is not None:
             return seen.figures
-        flops, time_ms = self._cost(func, args, kwargs, out)
-        inside = 0 if self._tensors_only else workspace_bytes(self._spec, func, args, kwargs, out)
-        figures = Figures(flops, time_ms, self._spec.round_up(inside), arguments_of(args, kwargs))
+        flops, time_ms = self._cost(call)
+        inside = 0 if self._tensors_only else workspace_bytes(self._spec, call)
+        figures = Figures(flops, time_ms, self._spec.round_up(inside), arguments_of(call.args, call.kwargs))
         if seen is not None and self._seen is not None:
             seen.figures = figures
-            self._seen.observe(seen, func, args, kwargs, out)
+            self._seen.observe(seen, call)
         return figures
 
     def _record(
@@ -382,7 +383,8 @@ class Recorder(Watching):
         if not outputs and not mutates and not reads_number:
             return  # a metadata query
         index = noted.latest = len(self._ops)
-        figures = self._figures(func, args, kwargs, out, seen)
+        call = Call(func, args, kwargs, out)
+        figures = self._figures(call, seen)
         scope = self._scope(phase)
         running = self._nodes.running if phase is Phase.BACKWARD else None
         given_bytes = self._numbers.given_bytes(running, func, args)
@@ -432,7 +434,7 @@ class Recorder(Watching):
                 self._ops[lost] = msgspec.structs.replace(self._ops[lost], recomputable=False)
             if op.recomputable:
                 self._unseen.wrote(index, made, made_on, in_place=traits.in_place)
-            inside = None if self._tensors_only else formula_bytes(self._spec, func, args, kwargs, out)
+            inside = None if self._tensors_only else formula_bytes(self._spec, call)
             if inside is not None:
                 self._formulas[index] = self._spec.round_up(inside[0]), self._spec.round_up(inside[1])
             if self.storages.is_fake:

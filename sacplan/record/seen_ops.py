@@ -19,7 +19,7 @@ So whatever a fake kernel reads, other than its arguments, has to be in ``_here`
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sacplan.device.kernels import active_device
 from sacplan.record.fake_data import DataRules
+from sacplan.torch_compat.calls import Call
 from sacplan.torch_compat.fake_kernels import entered_kernels
 from sacplan.torch_compat.fake_tensors import FIRST_ARGUMENT, fake_device_of, fake_tensors
 from sacplan.torch_compat.local_tensors import is_deferred
@@ -209,14 +210,15 @@ class SeenOps:
             found = self._seen[key] = SeenOp(key, kept if kept is not None and kept.func is func else None)
         return found
 
-    def observe(self, seen: SeenOp, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> None:
+    def observe(self, seen: SeenOp, call: Call) -> None:
         """Keep what an op has returned, if it can be made again from layouts alone."""
         if seen.outputs is not None:
             return
+        args, out = call.args, call.returned
         kind = type(out)
         wrap = kind if kind is tuple or kind is list else None
         values = out if wrap is not None else (out,)
-        inputs = {storage_key(t.untyped_storage()) for t in tensors_in((args, kwargs))}
+        inputs = {storage_key(t.untyped_storage()) for t in tensors_in((args, call.kwargs))}
         base = storage_key(args[0].untyped_storage()) if args and type(args[0]) is FakeTensor else None
         layouts = []
         for v in values:
@@ -224,9 +226,9 @@ class SeenOps:
             if layout is _UNLIKE:
                 return  # only the figures are looked up
             layouts.append(layout)
-        seen.outputs = self._kept[seen.key] = SeenOutputs(func, layouts, wrap)
+        seen.outputs = self._kept[seen.key] = SeenOutputs(call.func, layouts, wrap)
 
-    def _layout(self, v: Any, args: tuple[Any, ...], inputs: set[int], base: int | None) -> Any:
+    def _layout(self, v: Any, args: Sequence[Any], inputs: set[int], base: int | None) -> Any:
         """Return how to make one output; ``_UNLIKE`` unless it is new, a view of the first argument, or that itself."""
         if type(v) in _VALUES:
             return v
@@ -277,5 +279,5 @@ class LookingUp(TorchDispatchMode):
             return self._seen.make(seen.outputs, args)
         out = func(*args, **kwargs)
         if seen is not None:
-            self._seen.observe(seen, func, args, kwargs, out)
+            self._seen.observe(seen, Call(func, args, kwargs, out))
         return out
