@@ -14,7 +14,6 @@ PyTorch's ``RNN.cpp``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -40,32 +39,18 @@ def takes_cudnn(spec: DeviceSpec, dtype: torch.dtype, version: tuple[int, int] |
     return dtype in (torch.float16, torch.float32, torch.float64)
 
 
-def _run(
-    mode: int,
-    op: torch._ops.OpOverload,
-    spec: DeviceSpec,
-    input: torch.Tensor,
-    hx: Any,
-    params: Sequence[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> Any:
+def _run(mode: int, op: torch._ops.OpOverload, spec: DeviceSpec, *args: Any) -> Any:
     """Return output and last states of ``lstm.input`` or a relative over input [T, N, C] (or [N, T, C]).
 
     On a CPU PyTorch runs each step as ops of its own, or oneDNN's layer, and keeps other tensors than cuDNN does. Calls
     that cuDNN does not take, that are empty, or that have projections (their reserve is not estimated) run as
     PyTorch's composite.
     """
+    input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
     hidden, cell = (hx[0], hx[1]) if mode == LSTM else (hx, None)
     projected = cell is not None and hidden.shape[2] != cell.shape[2]
     if not takes_cudnn(spec, input.dtype) or projected or input.numel() == 0:
-        return run_composite(
-            op, input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
-        )
+        return run_composite(op, *args)
     # Empty: on CUDA the parameters are views of this buffer, so one of full size would count the weights twice.
     flat_weight = params[0].new_empty(0)  # stands for the buffer that all weights are views of
     output, last_hidden, last_cell, _reserve, _ = aten._cudnn_rnn.default(
@@ -75,10 +60,8 @@ def _run(
     return (output, last_hidden, last_cell) if mode == LSTM else (output, last_hidden)
 
 
-override[aten.rnn_relu.input] = functools.partial(_run, RELU, aten.rnn_relu.input)
-override[aten.rnn_tanh.input] = functools.partial(_run, TANH, aten.rnn_tanh.input)
-override[aten.lstm.input] = functools.partial(_run, LSTM, aten.lstm.input)
-override[aten.gru.input] = functools.partial(_run, GRU, aten.gru.input)
+for _mode, _op in enumerate((aten.rnn_relu.input, aten.rnn_tanh.input, aten.lstm.input, aten.gru.input)):
+    override[_op] = functools.partial(_run, _mode, _op)
 
 
 def reserve_bytes(
