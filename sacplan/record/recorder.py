@@ -324,12 +324,13 @@ class Recorder(Watching):
         # called the op from C++, an exception may end the interpreter.
         known = None if seen is None else seen.outputs
         out = func(*args, **kwargs) if known is None or self._seen is None else self._seen.make(known, args)
+        call = Call(func, args, kwargs, out)
         try:
             if not self._paused:
-                self._record(func, args, kwargs, out, given, seen, is_made=known is not None)
+                self._record(call, given, seen, is_made=known is not None)
             elif seen is not None:
                 # Not recorded, but remembered: an optimizer's step that only makes its state runs the ops of the next.
-                self._figures(Call(func, args, kwargs, out), seen)
+                self._figures(call, seen)
         except Exception as error:
             self._fail(error)
         return out
@@ -346,17 +347,8 @@ class Recorder(Watching):
             self._seen.observe(seen, call)
         return figures
 
-    def _record(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        out: Any,
-        given: tuple[int, ...],
-        seen: SeenOp | None,
-        *,
-        is_made: bool,
-    ) -> None:
+    def _record(self, call: Call, given: tuple[int, ...], seen: SeenOp | None, *, is_made: bool) -> None:
+        func, args, kwargs, out = call.func, call.args, call.kwargs, call.returned
         # The order matters: written storages and inputs are numbered before outputs are, so that an output on a storage
         # that is not known yet is one that the op made. ``n_storages`` is taken before all of them.
         traits = op_traits(func)
@@ -383,7 +375,6 @@ class Recorder(Watching):
         if not outputs and not mutates and not reads_number:
             return  # a metadata query
         index = noted.latest = len(self._ops)
-        call = Call(func, args, kwargs, out)
         figures = self._figures(call, seen)
         scope = self._scope(phase)
         running = self._nodes.running if phase is Phase.BACKWARD else None
@@ -399,7 +390,7 @@ class Recorder(Watching):
             replayable = bool(writes) and len(made) == len(outputs) and all(s in writes for s in made_on)
         time_ms = rank_step_ms(host_bytes) if host_bytes else figures.time_ms
         if self._streams is not None:
-            time_ms = self._streams.ran(index, func, args, kwargs, time_ms, (*taken_on, *mutates), writes)
+            time_ms = self._streams.ran(index, call, time_ms, (*taken_on, *mutates), writes)
         op = Op(
             name=traits.name,
             phase=phase,
@@ -428,7 +419,7 @@ class Recorder(Watching):
         if phase is Phase.FORWARD or (torch.is_grad_enabled() and called_by_checkpoint()):
             self._numbers.keep(func, args, outputs)
         if phase is Phase.BACKWARD:
-            self._in_place.saw(self._nodes.running, func, args, out, index, op.reads, op.writes, n_storages)
+            self._in_place.saw(self._nodes.running, call, index, op, n_storages)
         elif phase is Phase.FORWARD:
             for lost in self._unseen.lost(taken, taken_on):
                 self._ops[lost] = msgspec.structs.replace(self._ops[lost], recomputable=False)
