@@ -37,7 +37,7 @@ from sacplan.device.op_kernels import Call
 from sacplan.device.workspace import formula_bytes, workspace_bytes
 from sacplan.record.again import noted
 from sacplan.record.autograd_nodes import AutogradNodes, KeptNumbers
-from sacplan.record.calls import arguments_of, plain_tensors, tensor_list
+from sacplan.record.calls import arguments_of, plain_tensors
 from sacplan.record.fake_data import DataRules
 from sacplan.record.filled import only_filled
 from sacplan.record.in_place import InPlaceWrites, plain_formulas
@@ -65,6 +65,7 @@ from sacplan.torch_compat.ops import (
     is_composite,
     op_traits,
     run_in_parts,
+    tensor_list,
 )
 from sacplan.torch_compat.private import (
     GENERATOR_STATE_BYTES,

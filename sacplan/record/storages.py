@@ -16,10 +16,11 @@ import torch
 
 from sacplan.core.program import Event, Phase, StorageKind
 from sacplan.device.devices import DeviceSpec
-from sacplan.record.calls import plain_tensors, tensor_list
+from sacplan.record.calls import plain_tensors
 from sacplan.torch_compat.fake_tensors import FakeTensor
 from sacplan.torch_compat.host_memory import is_for_host
 from sacplan.torch_compat.local_tensors import local_part
+from sacplan.torch_compat.ops import tensor_list
 from sacplan.torch_compat.private import counts_writes_of, is_plain, storage_key, without_torch_functions
 
 _ALLOC, _FREE, _RESIZE = int(Event.ALLOC), int(Event.FREE), int(Event.RESIZE)
