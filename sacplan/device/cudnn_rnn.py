@@ -64,22 +64,17 @@ for _mode, _op in enumerate((aten.rnn_relu.input, aten.rnn_tanh.input, aten.lstm
     override[_op] = functools.partial(_run, _mode, _op)
 
 
-def reserve_bytes(
-    mode: int,
-    steps: int,
-    batch: int,
-    hidden_size: int,
-    num_layers: int,
-    directions: int,
-    dropout: float,
-    element_size: int,
-) -> int:
+def reserve_bytes(mode: int, states: int, num_layers: int, dropout: float, element_size: int) -> int:
     """Estimate the bytes that the forward pass keeps.
 
-    kept * T * N * H * directions * layers * element_size, with ``kept`` of ``_KEPT_PER_STEP``; with dropout, another
-    byte for each of the T * N * H * directions elements between two layers. See the module's docstring.
+    kept * states * layers * element_size, with ``kept`` of ``_KEPT_PER_STEP``; with dropout, another byte for each of
+    the states between two layers. See the module's docstring.
+
+    Args:
+        mode: cuDNN's.
+        states: elements of a layer's hidden states of all steps, T * N * H * directions.
+        num_layers, dropout, element_size: of the module, and of its type.
     """
-    states = steps * batch * hidden_size * directions
     masks = states * (num_layers - 1) if dropout > 0 else 0
     return _KEPT_PER_STEP[mode] * states * num_layers * element_size + masks
 
@@ -95,13 +90,10 @@ def fake_forward(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     input, hidden = a["input"], a["hidden_size"]
     n, t = (0, 1) if a["batch_first"] else (1, 0)
     batch, steps = input.shape[n], input.shape[t]
-    nbytes = (
-        reserve_bytes(
-            a["mode"], steps, batch, hidden, a["num_layers"], directions, a["dropout"], input.element_size()
-        )
-        if a["train"]
-        else 0
-    )
+    kept = 0
+    if a["train"]:
+        all_states = steps * batch * hidden * directions
+        kept = reserve_bytes(a["mode"], all_states, a["num_layers"], a["dropout"], input.element_size())
     states = [a["num_layers"] * directions, batch, hidden]
     # Computed as [T, N, ...], and transposed where the batch comes first.
     output = input.new_empty([steps, batch, hidden * directions])
@@ -109,7 +101,7 @@ def fake_forward(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         output.transpose(0, 1) if a["batch_first"] else output,
         a["hx"].new_empty(states),
         input.new_empty([0]) if a["cx"] is None else a["cx"].new_empty(states),
-        input.new_empty([nbytes], dtype=torch.uint8),
+        input.new_empty([kept], dtype=torch.uint8),
         a["weight_buf"].new_empty([prod(a["weight_buf"].shape)]),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -407,7 +408,7 @@ def _trace_fake(resolved: _Resolved) -> _Traced:
 
 
 def _run_fake(resolved: _Resolved, note: Callable[[FakeTensorMode], None]) -> _Traced:
-    asked, spec, cost, mesh = resolved.asked, resolved.spec, resolved.cost, resolved.mesh
+    asked, spec, mesh = resolved.asked, resolved.spec, resolved.mesh
     model = asked.model
     how: SavedMode = "virtual" if asked.saved == "record" else "observe"
     # The order of dispatch modes, innermost first: the recorder, which is entered later, sees an op first; then the
@@ -456,18 +457,13 @@ def _run_fake(resolved: _Resolved, note: Callable[[FakeTensorMode], None]) -> _T
             with looking_up:
                 make_gathered(fake)
             if asked.compiled is not None:
-                compile_step(step, Recorder(spec, cost, "observe", rules))
-            program, calls, checkpointed = _record_settled_step(
-                step, lambda: Recorder(spec, cost, how, rules), handle, rules
-            )
-            setup = _as_recorded(step.setup(resolved.autocast), step, spec, checkpointed)
-            local_shapes = local_shapes_of(fake)
+                compile_step(step, Recorder(spec, resolved.cost, "observe", rules))
+            found = _traced(step, resolved, how, handle, rules)
         finally:
             if handle is not None:
                 handle.remove()
             copier.forget_hooks()
-    said = (*map(str, rules.applied), *loss_of_library(asked.model, setup))
-    return _Traced(program, said, setup, calls, local_shapes)
+    return replace(found, rules=(*found.rules, *loss_of_library(asked.model, found.setup)))
 
 
 def _trace_real(resolved: _Resolved) -> _Traced:
@@ -484,24 +480,29 @@ def _trace_real(resolved: _Resolved) -> _Traced:
         step = Step(model, asked.batch, resolved.loss_fn, made, asked.mode, asked.accumulation_steps)
         handle = asked.prepare(model) if asked.prepare is not None else None
         try:
-            program, calls, checkpointed = _record_settled_step(
-                step, lambda: Recorder(spec, resolved.cost, how), handle
-            )
-            setup = _as_recorded(step.setup(resolved.autocast), step, spec, checkpointed)
-            return _Traced(program, (), setup, calls, local_shapes_of(model))
+            return _traced(step, resolved, how, handle)
         finally:
             # After an error, too: a plan must not stay on the user's own model.
             if handle is not None:
                 handle.remove()
 
 
-def _as_recorded(setup: Setup, step: Step, spec: DeviceSpec, checkpointed: tuple[str, ...]) -> Setup:
-    # On a CPU the two memories are one, and all of it is in the program.
-    taken = sum(map(host_bytes, step.optimizers)) if spec.kind == "cuda" else 0
-    shards = shards_host_bytes(step.model, step.optimizers)
-    return structs.replace(
-        setup, optimizer_host_bytes=taken, shards_host_bytes=shards, checkpointed=checkpointed
+def _traced(
+    step: Step, resolved: _Resolved, saved: SavedMode, handle: Any, rules: DataRules | None = None
+) -> _Traced:
+    """Record a step, and read off how it was set up once it has run."""
+    spec = resolved.spec
+    recorder = functools.partial(Recorder, spec, resolved.cost, saved, rules)
+    program, calls, checkpointed = _record_settled_step(step, recorder, handle, rules)
+    setup = structs.replace(
+        step.setup(resolved.autocast),
+        # On a CPU the two memories are one, and all of it is in the program.
+        optimizer_host_bytes=sum(map(host_bytes, step.optimizers)) if spec.kind == "cuda" else 0,
+        shards_host_bytes=shards_host_bytes(step.model, step.optimizers),
+        checkpointed=checkpointed,
     )
+    said = () if rules is None else tuple(map(str, rules.applied))
+    return _Traced(program, said, setup, calls, local_shapes_of(step.model))
 
 
 def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None:
