@@ -28,7 +28,6 @@ from typing import Any, Literal
 import msgspec
 import torch
 from torch.amp.autocast_mode import autocast
-from torch.utils._pytree import tree_map_only
 
 from sacplan.device.devices import torch_version
 from sacplan.errors import DeviceError
@@ -152,8 +151,12 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _local.cache[key][1]
 
 
-def _cast_all(arguments: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda t: _cast(t, dtype) if _eligible(t) else t, arguments)
+def _cast_all(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _cast(value, dtype) if _eligible(value) else value
+    if isinstance(value, (list, tuple)):
+        return type(value)([_cast_all(v, dtype) for v in value])
+    return value
 
 
 def _apply(policy: Policy, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,7 +191,7 @@ def _apply(policy: Policy, op: torch._ops.OpOverload, args: tuple[Any, ...], kwa
         dtype = torch.float32 if wide else torch.get_autocast_dtype("cpu")
     if dtype is None:
         return op(*args, **kwargs)
-    return op(*_cast_all(args, dtype), **_cast_all(kwargs, dtype))
+    return op(*_cast_all(args, dtype), **{k: _cast_all(v, dtype) for k, v in kwargs.items()})
 
 
 def register(library: torch.library.Library, is_emulated: Callable[[Any], bool]) -> None:

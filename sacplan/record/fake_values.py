@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_map_only
 
 from sacplan.core.files import table_of
 from sacplan.core.setup import Routing
@@ -299,10 +298,18 @@ class KnownValues:
         except Exception:  # see above: not knowing is always safe, and the op itself has run on fake tensors
             return NO_ANSWER
 
-    def _real(self, arguments: Any) -> Any:
-        """Return arguments with the values of their tensors, on the CPU."""
-        on_cpu = tree_map_only(torch.device, lambda _: torch.device("cpu"), arguments)
-        return tree_map_only(torch.Tensor, self.value, on_cpu)
+    def _real(self, value: Any) -> Any:
+        # By hand: PyTorch's ``tree_map`` takes several times as long, and an optimizer's counts come here for each
+        # parameter.
+        if isinstance(value, torch.Tensor):
+            return self.value(value)
+        if isinstance(value, (tuple, list)):
+            return type(value)(self._real(v) for v in value)
+        if isinstance(value, dict):
+            return {k: self._real(v) for k, v in value.items()}
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        return value
 
     def apply_rules(self, rules: Iterable[str], func: Any) -> None:
         """Note that these rules decided the result of ``func`` at the present call site."""

@@ -401,5 +401,12 @@ def tensor_list(*values: Any) -> list[torch.Tensor]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Iterate over ``tensor_list``."""
-    return iter(tensor_list(value))
+    """Yield the tensors in an argument or a result, in the order of ``tensor_list``: for those who may stop early."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
