@@ -97,7 +97,7 @@ def _case(name: str, rival: str = "") -> Case:
             case.model.config.use_cache = False
         named = dict(case.model.named_modules())
         checkpoint_layers(
-            [named[fqn] for fqn in matching_modules(list(named, "modules"), blocks)], LAYERS[rival]
+            [named[fqn] for fqn in matching_modules(list(named), blocks, "modules")], LAYERS[rival]
         )
     return case
 
