@@ -28,7 +28,7 @@ from benchmarks.harness.table import Table, markdown_head, markdown_line, put_on
 from benchmarks.models.cases import Case
 from benchmarks.models.compiled_models import MODELS
 from benchmarks.rivals import checkpoint_layers
-from sacplan.distributed.ranks.units import matching
+from sacplan.core.names import matching_modules
 
 PAGE = ROOT / "docs" / "alternatives.md"
 _SOLVERS = {
@@ -96,7 +96,9 @@ def _case(name: str, rival: str = "") -> Case:
         if hasattr(case.model, "config"):
             case.model.config.use_cache = False
         named = dict(case.model.named_modules())
-        checkpoint_layers([named[fqn] for fqn in matching(list(named), blocks)], LAYERS[rival])
+        checkpoint_layers(
+            [named[fqn] for fqn in matching_modules(list(named), blocks, "modules")], LAYERS[rival]
+        )
     return case
 
 

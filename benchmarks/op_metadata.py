@@ -36,6 +36,7 @@ from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.steps import on_one_thread, tensors_of
 from sacplan.device.kernels import device_kernels
 from sacplan.device.layouts import rule_of
+from sacplan.device.op_kernels import Call
 from sacplan.device.real_ops import op_key
 from sacplan.record.fake_copy import FakeCopier
 from sacplan.record.fake_data import DataRules
@@ -113,7 +114,7 @@ class CompareMetadata(TorchDispatchMode):
         inputs = list(tensors_in((args, kwargs)))
         if not inputs or not all(is_ordinary_tensor(t) for t in inputs):
             return func(*args, **kwargs)
-        key = (op_key(func, args, kwargs), tuple(t.storage_offset() for t in inputs))
+        key = (op_key(Call(func, args, kwargs)), tuple(t.storage_offset() for t in inputs))
         if key in self._seen:
             return func(*args, **kwargs)
         self._seen.add(key)

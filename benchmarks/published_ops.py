@@ -35,6 +35,7 @@ from sacplan.device.cublas import library_workspace_bytes
 from sacplan.device.device_memory import device_memory
 from sacplan.device.devices import DeviceSpec, resolve_device
 from sacplan.device.kernels import fake_device
+from sacplan.device.op_kernels import Call
 
 SHORTEST_MS = 0.1
 """Rows that took less are left out of the summary."""
@@ -60,7 +61,7 @@ class _Clock(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.ms[self._phase] += self._model.cost(func, args, kwargs or {}, out)[1]
+        self.ms[self._phase] += self._model.cost(Call(func, args, kwargs or {}, out))[1]
         return out
 
 

@@ -55,7 +55,7 @@ from sacplan.core.decisions import as_decisions
 from sacplan.core.elements import CallSite
 from sacplan.core.program import Phase, Program
 from sacplan.planning.units import unit_plans
-from sacplan.profiling.tracing import trace_step
+from sacplan.profiling.tracing import StepRequest, trace_step
 from sacplan.torch_compat.ops import is_computation
 
 BATCH, LENGTH = 3, 3
@@ -354,10 +354,10 @@ def _compare_peaks(program: RandomProgram, kind: str, plan: sacplan.Plan, outcom
 
 def peaks_of_fake_step(program: RandomProgram, plan: sacplan.Plan) -> tuple[int, int]:
     """Return the peaks of the device and of the host in a fake step with a plan."""
-    seen = trace_step(
+    seen = trace_step(StepRequest(
         copy.deepcopy(program.net), program.batch(0), program.loss, None, "cpu", "cost-model", "fake",
         prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
-    ).program.footprint  # fmt: skip
+    )).program.footprint  # fmt: skip
     return seen.peak_bytes, seen.host_peak_bytes
 
 

@@ -34,6 +34,7 @@ from benchmarks.harness.steps import LossFn, tensors_of
 from sacplan.device.cost import CostModel
 from sacplan.device.devices import resolve_device
 from sacplan.device.kernels import active_device
+from sacplan.device.op_kernels import Call
 from sacplan.device.overrides import override
 from sacplan.record.fake_copy import FakeCopier
 
@@ -313,7 +314,7 @@ def _prototype_times() -> Iterator[None]:
 
     def estimate(func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
         out = func(*args, **(kwargs or {}))
-        return out, costs.cost(func, args, kwargs or {}, out)[1]
+        return out, costs.cost(Call(func, args, kwargs or {}, out))[1]
 
     with mock.patch.object(RuntimeEstimator, "_roofline_estimate", estimate):
         yield

@@ -24,7 +24,7 @@ from sacplan.planning.plan import Plan, PlanOrPath
 from sacplan.planning.request import Request
 from sacplan.profiling.profile import Profile
 from sacplan.profiling.remarks import no_optimizer
-from sacplan.profiling.tracing import Trace, trace_step, warn_of_step
+from sacplan.profiling.tracing import StepRequest, Trace, trace_step, warn_of_step
 from sacplan.questions.alive import AliveGroup, peak_groups
 from sacplan.questions.parts import moment_of
 from sacplan.questions.planned import planned
@@ -99,11 +99,11 @@ def assert_step_fits(
     routing: Routing = "balanced" if plan is None else plan.fingerprint.setup.routing
     if accumulation_steps is None:
         accumulation_steps = 1 if plan is None else plan.fingerprint.setup.accumulation_steps
-    found = trace_step(
+    found = trace_step(StepRequest(
         model, batch, loss_fn, optimizer, device, "cost-model", trace,
         mode=mode, ranks=ONE_RANK if plan is None else plan.ranks, accumulation_steps=accumulation_steps,
         routing=routing,
-    )  # fmt: skip
+    ))  # fmt: skip
     warn_of_step(found, stacklevel=3)
     # A budget given as a share is one of the unplanned peak of one rank.
     limit = Limit(budget, headroom)

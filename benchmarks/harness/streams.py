@@ -32,7 +32,7 @@ from sacplan.core.program import Event as ProgramEvent
 from sacplan.core.program import Program, StorageKind
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.links import Link
-from sacplan.profiling.tracing import trace_step
+from sacplan.profiling.tracing import StepRequest, trace_step
 from sacplan.record.recorder import Recorder
 from sacplan.techniques.offload.executor import transfers
 from sacplan.techniques.offload.timing import PLANNED_SHARE
@@ -147,10 +147,10 @@ class _Task(NamedTuple):
 
 def fake_step(case: Case, plan: sacplan.Plan, spec: DeviceSpec) -> sacplan.Profile:
     """Run a fake step with a plan."""
-    return trace_step(
+    return trace_step(StepRequest(
         case.model, case.batch, case.loss_fn, case.optimizer, spec, "cost-model", "fake",
         prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
-    )  # fmt: skip
+    ))  # fmt: skip
 
 
 def simulated(case: Case, plan: sacplan.Plan, spec: DeviceSpec) -> tuple[sacplan.Profile, float]:

@@ -14,7 +14,6 @@ Names and meanings follow PyTorch PR #137908.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,6 @@ from sacplan.device.cost import CostModel
 from sacplan.device.devices import DeviceSpec, resolve_device
 from sacplan.device.kernels import active_device
 from sacplan.device.timing import MeasuredTimes
-from sacplan.device.workspace import workspace_bytes
 from sacplan.errors import TraceError
 from sacplan.record.recorder import Recorder
 from sacplan.record.saved_tensors import SavedMode
@@ -83,12 +81,7 @@ class _Estimator:
             saved = "clone"
         # If the step fails, the program of an earlier one must not be taken for its own.
         self._program = None
-        self._recorder = Recorder(
-            cost=times.cost,
-            workspace=functools.partial(workspace_bytes, spec) if self._count_workspace else _no_workspace,
-            round_bytes=spec.allocation_round_bytes,
-            saved=saved,
-        )
+        self._recorder = Recorder(spec, times.cost, saved, tensors_only=not self._count_workspace)
         self._track(self._recorder)
         self._recorder.__enter__()
         return self
@@ -128,10 +121,6 @@ class _Estimator:
                 f"{type(self).__name__} has recorded nothing yet: run a step inside `with`, and read it afterwards."
             )
         return self._program
-
-
-def _no_workspace(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    return 0
 
 
 class MemTracker(_Estimator):

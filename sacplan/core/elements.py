@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from enum import IntEnum
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
@@ -105,6 +105,12 @@ Events = tuple[tuple[Count, Count], ...]
 def is_inside(fqn: str, module: str) -> bool:
     """Whether a name is strictly inside of a module, by path component; ``""`` contains all others."""
     return fqn.startswith(module + ".") if module else fqn != ""
+
+
+def outermost(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names that are inside of none of the others."""
+    among = tuple(names)
+    return tuple(name for name in among if not any(is_inside(name, other) for other in among))
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -2,20 +2,49 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from sacplan.core.elements import pattern_of
+from sacplan.core.elements import names_module, outermost, pattern_of
 from sacplan.core.files import table_of
 from sacplan.core.program import ROOT_SCOPE, Phase, Program
+from sacplan.errors import TraceError
 
 OUTSIDE = "(outside the model)"
 OPTIMIZER = "(optimizer)"
 
 # By the name without namespace, overload and ``_backward``, as ``short_op`` looks it up.
 _NAMES = {row["op"]: row["name"] for row in table_of(Path(__file__).with_name("op_names.csv"))}
+
+
+def matching_modules(names: Sequence[str], patterns: Iterable[str], argument: str) -> tuple[str, ...]:
+    """Return the modules that patterns name (``*`` also matches dots), in their order; of nested matches the outermost.
+
+    Raises:
+        TraceError: a pattern of this argument matches nothing; it lists near names.
+    """
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        # ``layers.*`` matches what is inside of a layer as well; only the layer is meant.
+        matches = outermost(name for name in names if names_module(pattern, name))
+        if not matches:
+            raise TraceError(_unknown(pattern, names, argument))
+        found.update(dict.fromkeys(matches))
+    return tuple(found)
+
+
+def _unknown(pattern: str, names: Sequence[str], argument: str) -> str:
+    known = [name for name in names if name]
+    near = difflib.get_close_matches(pattern, known, n=4, cutoff=0.4)
+    near += [name for name in known if name.endswith(f".{pattern}") and name not in near][:3]
+    listed = ", ".join(map(repr, near or known[:6]))
+    return (
+        f"{argument}: no module matches {pattern!r}; {'near names are' if near else 'modules are'} {listed}. Patterns "
+        'are matched whole, "*" also matches dots, and "" is the model itself.'
+    )
 
 
 def pattern_over(fqns: Iterable[str]) -> str:

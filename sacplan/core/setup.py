@@ -17,7 +17,7 @@ import torch
 from msgspec import Struct
 
 from sacplan.core.compilation import Compilation
-from sacplan.core.elements import is_inside, pattern_of
+from sacplan.core.elements import outermost, pattern_of
 from sacplan.core.files import Count, Name, Positive, Share
 from sacplan.errors import SacplanWarning
 from sacplan.torch_compat.compiling import compiled_in_place
@@ -340,19 +340,12 @@ def _is_compiled(module: torch.nn.Module) -> bool:
 
 
 def _outermost(model: torch.nn.Module, of_kind: Callable[[torch.nn.Module], bool]) -> tuple[str, ...]:
-    found: list[str] = []
-    for fqn, module in model.named_modules():
-        # ``named_modules`` yields a module before those inside of it, so the outer one is known by then.
-        if of_kind(module) and not any(is_inside(fqn, outer) for outer in found):
-            found.append(fqn)
-    return tuple(found)
+    return outermost(fqn for fqn, module in model.named_modules() if of_kind(module))
 
 
 def outermost_patterns(names: Iterable[str]) -> tuple[str, ...]:
     """Return the names (numbers as ``*``) of the modules that are inside of none of the others."""
-    among = tuple(names)
-    outermost = (name for name in among if not any(is_inside(name, other) for other in among))
-    return tuple(dict.fromkeys(map(pattern_of, outermost)))
+    return tuple(dict.fromkeys(map(pattern_of, outermost(names))))
 
 
 def _patterns(names: Iterable[str]) -> str:

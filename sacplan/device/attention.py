@@ -307,26 +307,15 @@ class Arguments(NamedTuple):
 
 
 @override(aten.scaled_dot_product_attention.default)
-def attention(
-    spec: DeviceSpec,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+def attention(spec: DeviceSpec, *args: Any, **kwargs: Any) -> Any:
     """Run ``F.scaled_dot_product_attention`` as CUDA does, by the fused op that ``attention_backend`` names or as math.
 
     On fake CPU tensors PyTorch would take the CPU's flash kernel, which saves other tensors. So this does what
     ``scaled_dot_product_attention`` in ``attention.cpp`` does around the fused ops: it makes the mask additive, pads
     head sizes for flash attention, and aligns and expands the mask for efficient attention.
     """
-    mask = attn_mask
-    arguments = Arguments(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
+    arguments = Arguments(*args, **kwargs)
+    query, key, value, mask, dropout_p, is_causal, scale, enable_gqa = arguments
     needs_grad = arguments.needs_grad
     backend: Backend = "math"
     if (call := arguments.call()) is not None:

@@ -21,25 +21,18 @@ Known simplifications: caches are modelled only where a kernel reads its own ope
 twice is read twice, and recurrent layers (oneDNN) count no FLOPs; fp32 attention follows the same TF32 switch as matrix
 products.
 
-To add a formula, decorate a function with the names of its ops. It gets the arguments of the call by name:
-
-    @flops("aten::_cudnn_rnn")
-    def _rnn(a):
-        return 2 * rows * weights
-
-Private PyTorch API, tried on 2.11 and 2.13: ``torch.utils.flop_counter.flop_registry`` and the ``OpOverload`` schema.
+Private PyTorch API, tried on 2.11 and 2.13: the ``OpOverload`` schema.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import flop_counter
 
 from sacplan.device import index_kernels, row_kernels  # noqa: F401  (each registers its rules)
 from sacplan.device.devices import DeviceSpec
@@ -47,109 +40,7 @@ from sacplan.device.host_step import copy_ms, update_and_copy_ms
 from sacplan.device.kernel_rates import KINDS
 from sacplan.device.op_kernels import OVERWRITES, Call, Kernel, kernels_of, tensor_bytes
 from sacplan.torch_compat.host_memory import TO_DEVICE, TO_HOST
-from sacplan.torch_compat.ops import RuleTable, arguments_by_name, aten_names, op_traits, tensors_in
-
-# ---------------------------------------------------------------------------------------------------------
-# FLOPs: torch's registry, and what it lacks or gets wrong
-
-Arguments = Mapping[str, Any]
-flops: RuleTable[Callable[[Arguments], int]] = RuleTable()
-"""By schema name; these take precedence over torch's registry."""
-
-
-# torch's own formulas for attention refuse grouped queries before 2.12: ours take precedence.
-_ATTENTION = aten_names("""
-    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
-    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
-""")
-
-
-@flops(*_ATTENTION)
-def _attention(a: Arguments) -> int:
-    """Count 2 B H Sq Sk (D + Dv) FLOPs: per query head, the scores Q K^T over D, and their product with the values."""
-    (batch, heads, seq_q, dim), (seq_k, dim_v) = a["query"].shape, a["value"].shape[-2:]
-    return int(2 * batch * heads * seq_q * seq_k * (dim + dim_v))
-
-
-@flops(*(f"{name}_backward" for name in _ATTENTION))
-def _attention_backward(a: Arguments) -> int:
-    """Count 2 B H Sq Sk (3 D + 2 Dv) FLOPs, in five products.
-
-    The scores again, dQ and dK take 2 B H Sq Sk D each; dV and the gradient of the scores 2 B H Sq Sk Dv each.
-    """
-    (batch, heads, seq_q, dim), (seq_k, dim_v) = a["query"].shape, a["value"].shape[-2:]
-    return int(2 * batch * heads * seq_q * seq_k * (3 * dim + 2 * dim_v))
-
-
-@flops("aten::_grouped_mm", "aten::_scaled_grouped_mm")
-def _grouped_mm(a: Arguments) -> int:
-    """[M, K] x [E, K, N], [E, M, K] x [K, N], [E, M, K] x [E, K, N], or [M, T] x [T, N] summed by group."""
-    left, right = a["self"], a["mat2"]
-    columns = right.shape[-1]
-    if left.dim() == 2:
-        return int(2 * left.shape[0] * left.shape[1] * columns)
-    # For a 3-D and a 2-D operand the columns are divided among the groups.
-    groups = left.shape[0] if right.dim() == 3 else 1
-    return int(2 * groups * left.shape[1] * left.shape[2] * columns)
-
-
-@flops("aten::addmm_", "aten::baddbmm_")
-def _product_in_place(a: Arguments) -> int:
-    """Count 2 M N K FLOPs, times the batch. PyTorch's registry has these ops out of place only."""
-    left, right = (a["mat1"], a["mat2"]) if "mat1" in a else (a["batch1"], a["batch2"])
-    return int(2 * left.numel() * right.shape[-1])
-
-
-@flops("bitsandbytes::gemm_4bit", "bitsandbytes::gemv_4bit")
-def _product_4bit(a: Arguments) -> int:
-    """Count 2 M N K FLOPs for [..., K] times a packed weight whose shape was [N, K]."""
-    return int(2 * a["A"].numel() * a["shapeB"][0])
-
-
-@flops("aten::_cudnn_rnn")
-def _rnn(a: Arguments) -> int:
-    """Count 2 FLOPs per row of the input and weight element; input [T, N, C], [N, T, C], or packed [rows, C]."""
-    rows = a["input"].numel() // max(1, a["input"].shape[-1])
-    return int(2 * rows * sum(w.numel() for w in a["weight"] if w.dim() == 2))
-
-
-@flops("aten::convolution_backward")
-def _convolution_backward(a: Arguments) -> int:
-    """Count 2 FLOPs for each element of the result and of one filter, for each gradient that is wanted.
-
-    PyTorch's registry counts the weight's gradient as if there were one group.
-    """
-    result = a["input"] if a["transposed"] else a["grad_output"]
-    return int(2 * result.numel() * math.prod(a["weight"].shape[1:]) * sum(a["output_mask"][:2]))
-
-
-@flops("torch_nn::_linear_cross_entropy_batch_chunked")
-def _chunked_loss(a: Arguments) -> int:
-    """``F.linear_cross_entropy`` takes the gradients in its forward pass: a product for each, and the logits."""
-    gradients = bool(a["compute_input_grad"]) + bool(a["compute_linear_weight_grad"])
-    return int(2 * a["input"].numel() * a["linear_weight"].shape[0] * (1 + gradients))
-
-
-@flops("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction")
-def _chunked_losses(a: Arguments) -> int:
-    """The logits alone; the backward pass is seen op by op."""
-    return int(2 * a["input"].numel() * a["linear_weight"].shape[0])
-
-
-@flops("aten::_cudnn_rnn_backward")
-def _rnn_backward(a: Arguments) -> int:
-    return 2 * _rnn(a)
-
-
-def op_flops(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Return the FLOPs of one op as ``FlopCounterMode`` counts them; 0 for ops without a formula."""
-    # Ours first: torch's formulas for attention refuse grouped queries before 2.12, and it has none for some ops.
-    own = flops.get(func._schema.name)
-    if own is not None:
-        return own(arguments_by_name(func, args, kwargs))
-    formula = flop_counter.flop_registry.get(func._overloadpacket)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
-
+from sacplan.torch_compat.ops import aten_names, op_traits, tensors_in
 
 # ---------------------------------------------------------------------------------------------------------
 # Bytes
@@ -183,22 +74,20 @@ def _bytes_in(tree: Any) -> int:
     return sum(map(tensor_bytes, tensors_in(tree)))
 
 
-def op_bytes(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+def op_bytes(call: Call) -> int:
     """Return the bytes that one op reads and writes; 0 for views, metadata queries and bare allocations."""
-    if is_free(func):
+    if is_free(call.func):
         return 0
-    name = func._schema.name
-    # An op that writes in place may return nothing (``_foreach_add_``): what it wrote is then among its arguments.
-    written = _bytes_in(out) or _bytes_in(op_traits(func).written(args, kwargs))
+    name, written = call.func._schema.name, call.written_bytes
     read = 0
-    for i, arg in enumerate(args):
+    for i, arg in enumerate(call.args):
         if i == 0 and name in OVERWRITES:
             continue
         nbytes = _bytes_in(arg)
         # Of a table it reads the rows that it looks up, not all.
         read += min(nbytes, written) if i == 0 and name in _GATHERS else nbytes
-    outs = op_traits(func).written_names  # among the keyword arguments: ``out=``, which is not read
-    read += sum(_bytes_in(value) for key, value in kwargs.items() if key not in outs)
+    outs = op_traits(call.func).written_names  # among the keyword arguments: ``out=``, which is not read
+    read += sum(_bytes_in(value) for key, value in call.kwargs.items() if key not in outs)
     return read + written
 
 
@@ -224,9 +113,9 @@ def _conv_tf32_allowed() -> bool:
         return getattr(torch.backends.cudnn, "fp32_precision", "tf32") == "tf32"
 
 
-def _matrix_dtype(func: torch._ops.OpOverload, args: Sequence[Any]) -> torch.dtype:
+def _matrix_dtype(call: Call) -> torch.dtype:
     """Return the type that the matrix units work on: that of the first matrix operand."""
-    operands = args[1:] if func._schema.name in _WITH_SUMMAND else args
+    operands = call.args[1:] if call.func._schema.name in _WITH_SUMMAND else call.args
     return next((arg.dtype for arg in operands if isinstance(arg, torch.Tensor)), torch.float32)
 
 
@@ -251,50 +140,49 @@ class CostModel:
         # For each kind, how many of what it waits for are done in a millisecond.
         self._speeds = _speeds(spec) if spec.kind == "cuda" else {}
 
-    def cost(
-        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-    ) -> tuple[int, float]:
-        """Return (FLOPs, milliseconds) of one call of ``func`` that returned ``out``."""
+    def cost(self, call: Call) -> tuple[int, float]:
+        """Return (FLOPs, milliseconds) of one call of an op."""
+        func, args, kwargs = call.func, call.args, call.kwargs
         if is_free(func):
             return 0, 0.0
         # The output is in the key: where its size depends on data, equal arguments may give another one.
-        key = (func, signature(args), signature(kwargs) if kwargs else None, signature(out), _repeats(args))
+        key = (
+            func,
+            signature(args),
+            signature(kwargs) if kwargs else None,
+            signature(call.returned),
+            _repeats(args),
+        )
         try:
             known = self._known.get(key)
         except TypeError:  # an unhashable argument: a symbolic size, a generator's state
-            return self._compute(func, args, kwargs, out)
+            return self._compute(call)
         if known is None:
-            known = self._known[key] = self._compute(func, args, kwargs, out)
+            known = self._known[key] = self._compute(call)
         return known
 
-    def _compute(
-        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-    ) -> tuple[int, float]:
-        count = op_flops(func, args, kwargs, out)
-        peak = self.flops_per_s(func, args) if count else 0.0
+    def _compute(self, call: Call) -> tuple[int, float]:
+        func, args, count = call.func, call.args, call.flops
+        peak = self.flops_per_s(call) if count else 0.0
         if func._schema.name == _FROM_HOST:
             # An update that another processor makes: no kernel of the device, and no FLOPs of it.
             parameters, read_bytes = args
-            return 0, update_and_copy_ms(
-                zip(map(tensor_bytes, parameters), read_bytes, strict=True), self.spec
-            )
+            updated = zip(map(tensor_bytes, parameters), read_bytes, strict=True)
+            return 0, update_and_copy_ms(updated, self.spec)
         if func._schema.name == _GRADIENT_TO_HOST:
             return 0, copy_ms(tensor_bytes(args[0]), False, self.spec)
         if func in (TO_DEVICE, TO_HOST):
-            return 0, copy_ms(tensor_bytes(out), args[1], self.spec)
+            return 0, copy_ms(tensor_bytes(call.returned), args[1], self.spec)
         if self.spec.kind == "cuda":
-            return count, sum(
-                self.kernel_ms(kernel, peak) for kernel in kernels_of(Call(func, args, kwargs, out, count))
-            )
+            return count, sum(self.kernel_ms(kernel, peak) for kernel in kernels_of(call))
         compute_s = count / peak if count else 0.0
-        bandwidth = self.spec.bandwidth_bytes_per_s * self.spec.bandwidth_efficiency
-        memory_s = op_bytes(func, args, kwargs, out) / bandwidth
+        memory_s = op_bytes(call) / (self.spec.bandwidth_bytes_per_s * self.spec.bandwidth_efficiency)
         return count, max(compute_s, memory_s) * 1e3 + self.spec.kernel_launch_us * 1e-3
 
-    def flops_per_s(self, func: torch._ops.OpOverload, args: Sequence[Any]) -> float:
+    def flops_per_s(self, call: Call) -> float:
         """Return what large matrix products reach on the operands of a call, in FLOP/s."""
-        tf32 = self._conv_tf32 if "conv" in func._schema.name else self._tf32
-        return self.spec.reached_flops(_matrix_dtype(func, args), tf32=tf32)
+        tf32 = self._conv_tf32 if "conv" in call.func._schema.name else self._tf32
+        return self.spec.reached_flops(_matrix_dtype(call), tf32=tf32)
 
     def kernel_ms(self, kernel: Kernel, flops_per_s: float = 0.0) -> float:
         """Return the milliseconds of one kernel on a CUDA device, launches included.

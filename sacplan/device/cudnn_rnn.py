@@ -14,7 +14,6 @@ PyTorch's ``RNN.cpp``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -40,32 +39,18 @@ def takes_cudnn(spec: DeviceSpec, dtype: torch.dtype, version: tuple[int, int] |
     return dtype in (torch.float16, torch.float32, torch.float64)
 
 
-def _run(
-    mode: int,
-    op: torch._ops.OpOverload,
-    spec: DeviceSpec,
-    input: torch.Tensor,
-    hx: Any,
-    params: Sequence[torch.Tensor],
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> Any:
+def _run(mode: int, op: torch._ops.OpOverload, spec: DeviceSpec, *args: Any) -> Any:
     """Return output and last states of ``lstm.input`` or a relative over input [T, N, C] (or [N, T, C]).
 
     On a CPU PyTorch runs each step as ops of its own, or oneDNN's layer, and keeps other tensors than cuDNN does. Calls
     that cuDNN does not take, that are empty, or that have projections (their reserve is not estimated) run as
     PyTorch's composite.
     """
+    input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first = args
     hidden, cell = (hx[0], hx[1]) if mode == LSTM else (hx, None)
     projected = cell is not None and hidden.shape[2] != cell.shape[2]
     if not takes_cudnn(spec, input.dtype) or projected or input.numel() == 0:
-        return run_composite(
-            op, input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
-        )
+        return run_composite(op, *args)
     # Empty: on CUDA the parameters are views of this buffer, so one of full size would count the weights twice.
     flat_weight = params[0].new_empty(0)  # stands for the buffer that all weights are views of
     output, last_hidden, last_cell, _reserve, _ = aten._cudnn_rnn.default(
@@ -75,28 +60,21 @@ def _run(
     return (output, last_hidden, last_cell) if mode == LSTM else (output, last_hidden)
 
 
-override[aten.rnn_relu.input] = functools.partial(_run, RELU, aten.rnn_relu.input)
-override[aten.rnn_tanh.input] = functools.partial(_run, TANH, aten.rnn_tanh.input)
-override[aten.lstm.input] = functools.partial(_run, LSTM, aten.lstm.input)
-override[aten.gru.input] = functools.partial(_run, GRU, aten.gru.input)
+for _mode, _op in enumerate((aten.rnn_relu.input, aten.rnn_tanh.input, aten.lstm.input, aten.gru.input)):
+    override[_op] = functools.partial(_run, _mode, _op)
 
 
-def reserve_bytes(
-    mode: int,
-    steps: int,
-    batch: int,
-    hidden_size: int,
-    num_layers: int,
-    directions: int,
-    dropout: float,
-    element_size: int,
-) -> int:
+def reserve_bytes(mode: int, states: int, num_layers: int, dropout: float, element_size: int) -> int:
     """Estimate the bytes that the forward pass keeps.
 
-    kept * T * N * H * directions * layers * element_size, with ``kept`` of ``_KEPT_PER_STEP``; with dropout, another
-    byte for each of the T * N * H * directions elements between two layers. See the module's docstring.
+    kept * states * layers * element_size, with ``kept`` of ``_KEPT_PER_STEP``; with dropout, another byte for each of
+    the states between two layers. See the module's docstring.
+
+    Args:
+        mode: cuDNN's.
+        states: elements of a layer's hidden states of all steps, T * N * H * directions.
+        num_layers, dropout, element_size: of the module, and of its type.
     """
-    states = steps * batch * hidden_size * directions
     masks = states * (num_layers - 1) if dropout > 0 else 0
     return _KEPT_PER_STEP[mode] * states * num_layers * element_size + masks
 
@@ -112,13 +90,10 @@ def fake_forward(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     input, hidden = a["input"], a["hidden_size"]
     n, t = (0, 1) if a["batch_first"] else (1, 0)
     batch, steps = input.shape[n], input.shape[t]
-    nbytes = (
-        reserve_bytes(
-            a["mode"], steps, batch, hidden, a["num_layers"], directions, a["dropout"], input.element_size()
-        )
-        if a["train"]
-        else 0
-    )
+    kept = 0
+    if a["train"]:
+        all_states = steps * batch * hidden * directions
+        kept = reserve_bytes(a["mode"], all_states, a["num_layers"], a["dropout"], input.element_size())
     states = [a["num_layers"] * directions, batch, hidden]
     # Computed as [T, N, ...], and transposed where the batch comes first.
     output = input.new_empty([steps, batch, hidden * directions])
@@ -126,7 +101,7 @@ def fake_forward(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
         output.transpose(0, 1) if a["batch_first"] else output,
         a["hx"].new_empty(states),
         input.new_empty([0]) if a["cx"] is None else a["cx"].new_empty(states),
-        input.new_empty([nbytes], dtype=torch.uint8),
+        input.new_empty([kept], dtype=torch.uint8),
         a["weight_buf"].new_empty([prod(a["weight_buf"].shape)]),
     )
 

@@ -37,6 +37,7 @@ import msgspec
 from sacplan.core.derived import derived
 from sacplan.core.elements import Event, Phase, StorageKind
 from sacplan.core.files import Count
+from sacplan.core.liveness import Fold
 from sacplan.core.program import Program
 from sacplan.device.caching_allocator import (
     Block,
@@ -62,10 +63,7 @@ _STAYS = (
 )
 
 
-# Plain integers, since a play asks at every event.
-_OP, _RESIZE = int(Event.OP), int(Event.RESIZE)
-_HOLDS = frozenset(map(int, (Event.ALLOC, Event.PACK, Event.UNPACK)))
-_LETS_GO = frozenset(map(int, (Event.FREE, Event.RELEASE, Event.DROP)))
+_OP = int(Event.OP)  # a plain integer, since a play asks at every event
 
 
 class AllocatorPeaks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -293,8 +291,8 @@ def _added(program: Program, freed: Collection[int]) -> dict[int, int]:
     return found
 
 
-class BlockReader:
-    """Turn the events of a program into allocations and frees.
+class BlockReader(Fold):
+    """A fold that turns the events of a program into allocations and frees.
 
     Attributes:
         sizes: bytes by block. Those of the program's storages come first, under their own indices.
@@ -317,29 +315,20 @@ class BlockReader:
         # No op makes a workspace, and no tensor is on it.
         seen = {tensor.storage for tensor in program.tensors}
         self.workspaces = {arg for code, arg in program.events if code == Event.ALLOC and arg not in seen}
-        self._holders = [0] * len(self.sizes)
-        for storage in program.initial:
-            self._holders[storage] = 1
         self._overwritten = -1  # a storage whose block was taken over by the op before
         self._moved: set[int] = set()  # storages whose own block is another version's, or of another size
         self._resized: dict[int, int] = {}  # their bytes now
+        super().__init__(program)  # it calls ``hold`` for what is alive at first
 
     def step(self, code: int, arg: int) -> None:
         """Go on by one event."""
-        if code == _OP:
-            self._run(arg)
-        elif code in _HOLDS:
-            self._hold(self.program.storage_of(code, arg))
-        elif code in _LETS_GO:
-            self._release(self.program.storage_of(code, arg))
-        elif code == _RESIZE:
-            self._resize(*self.program.resizes[arg])
-
-    def _run(self, index: int) -> None:
-        op = self.program.ops[index]
+        if code != _OP:
+            super().step(code, arg)
+            return
+        op = self.program.ops[arg]
         self.begins.setdefault(op.phase, len(self.changes))
         # The block went to the new version, but the old one is still there: it was kept after all.
-        if self._overwritten >= 0 and self._holders[self._overwritten]:
+        if self._overwritten >= 0 and self.holders[self._overwritten]:
             self._allocate(self._overwritten)
         self._overwritten = -1
         # An op that writes in place makes a new version of a storage, in the block of the old one.
@@ -350,15 +339,21 @@ class BlockReader:
         inside = (self._more(op.workspace_bytes),) if op.workspace_bytes else ()
         if op.name in _STREAMS:
             self.streams.update(dict.fromkeys((*op.writes, *inside), _STREAMS[op.name]))
-        for storage in op.writes:
-            self._hold(storage)
+        super().step(code, arg)
         for block in inside:
             self.changes += (block, ~block)
 
-    def _hold(self, storage: int) -> None:
-        self._holders[storage] += 1
-        if self._holders[storage] == 1 and storage not in self.block_of:
+    def hold(self, storage: int) -> None:
+        """Count one more holder; the first one allocates a block."""
+        super().hold(storage)
+        if self.holders[storage] == 1 and storage not in self.block_of:
             self._allocate(storage)
+
+    def release(self, storage: int) -> None:
+        """Count one holder less; the last one frees the block."""
+        super().release(storage)
+        if not self.holders[storage] and storage in self.block_of:
+            self.changes.append(~self.block_of.pop(storage))
 
     def _allocate(self, storage: int) -> None:
         n_bytes = self._resized.get(storage, self.sizes[storage])
@@ -373,7 +368,7 @@ class BlockReader:
         old = self.block_of.pop(storage, None)
         self._resized[storage] = after
         self._moved.add(storage)
-        if self._holders[storage]:
+        if self.holders[storage]:
             self._allocate(storage)  # before the old block goes: the contents are copied
         if old is not None:
             self.changes.append(~old)
@@ -382,11 +377,6 @@ class BlockReader:
         """Add a block that is not a storage's own."""
         self.sizes.append(n_bytes)
         return len(self.sizes) - 1
-
-    def _release(self, storage: int) -> None:
-        self._holders[storage] -= 1
-        if not self._holders[storage] and storage in self.block_of:
-            self.changes.append(~self.block_of.pop(storage))
 
 
 class TrainingRun:

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 GIB = 2**30
 _DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 _EFFICIENCIES = ("compute_efficiency", "sustained_share", "bandwidth_efficiency")
+_OF_MACHINE = ("inner_link", "outer_link", "ranks_per_node", "host_link", "host_memory_bytes")
+"""What a device has by the machine that it is in."""
+_POSITIVE = ("memory_bytes", "bandwidth_bytes_per_s", "sm_count", "allocation_round_bytes", "ranks_per_node",
+             "host_memory_bytes")  # fmt: skip
 WITHOUT_WORKSPACES = " without workspaces"
 """Suffix of a device's name, for a device whose cuBLAS workspaces do not count."""
 
@@ -109,22 +113,15 @@ class DeviceSpec:
     def __post_init__(self) -> None:
         # A copy, so that the caller's dictionary can change. Frozen instances are written through ``object``.
         object.__setattr__(self, "flops", dict(self.flops))
-        links = (self.inner_link, self.outer_link, self.host_link)
-        if None in (*links, self.ranks_per_node, self.host_memory_bytes):
-            for what, value in _links_of(self.name, self.kind).items():
-                if getattr(self, what) is None:
-                    object.__setattr__(self, what, value)
+        missing = [what for what in _OF_MACHINE if getattr(self, what) is None]
+        if missing:
+            found = _machine_of(self.name, self.kind)
+            for what in missing:
+                object.__setattr__(self, what, found[what])
         if self.kind == "cuda" and self.clock_ghz is None and "float32" in self.flops:
             object.__setattr__(self, "clock_ghz", self._clock_ghz())
-        figures = {
-            "memory_bytes": self.memory_bytes,
-            "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
-            "sm_count": self.sm_count,
-            "allocation_round_bytes": self.allocation_round_bytes,
-            "ranks_per_node": self.ranks_per_node,
-            "host_memory_bytes": self.host_memory_bytes,
-            **{f"flops[{k!r}]": v for k, v in self.flops.items()},
-        }
+        figures: dict[str, float] = {what: getattr(self, what) for what in _POSITIVE}
+        figures |= {f"flops[{name!r}]": peak for name, peak in self.flops.items()}
         if self.clock_ghz is not None:
             figures["clock_ghz"] = self.clock_ghz
         for what, value in figures.items():
@@ -281,26 +278,13 @@ def _read_row(fields: Mapping[str, str]) -> _DeviceRow:
     return _DeviceRow(spec, tuple(fields["aliases"].split()), fields["board"])
 
 
-def _links_of(name: str, kind: str) -> dict[str, Any]:
-    """Return links and ranks per node for a device that states none: those of its row in the table, or a guess."""
+def _machine_of(name: str, kind: str) -> dict[str, Any]:
+    """Return links, ranks and host of a device that states none: those of its row in the table, or a guess."""
     row = _table().get(name.removesuffix(WITHOUT_WORKSPACES))
     if row is not None:
-        spec = row.spec
-        return {
-            "inner_link": spec.inner_link,
-            "outer_link": spec.outer_link,
-            "ranks_per_node": spec.ranks_per_node,
-            "host_link": spec.host_link,
-            "host_memory_bytes": spec.host_memory_bytes,
-        }
-    inner = LINKS["shared memory" if kind == "cpu" else "PCIe 4.0"]
-    return {
-        "inner_link": inner,
-        "outer_link": LINKS["Ethernet 10 Gbit"],
-        "ranks_per_node": 8,
-        "host_link": LINKS["shared memory" if kind == "cpu" else "PCIe 4.0"],
-        "host_memory_bytes": 64 * GIB,
-    }
+        return {what: getattr(row.spec, what) for what in _OF_MACHINE}
+    near = LINKS["shared memory" if kind == "cpu" else "PCIe 4.0"]
+    return dict(zip(_OF_MACHINE, (near, LINKS["Ethernet 10 Gbit"], 8, near, 64 * GIB), strict=True))
 
 
 @functools.cache

@@ -23,7 +23,8 @@ import torch
 from sacplan.device.cublas import PRODUCTS, library_workspace_bytes, workspaces_stay
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.reductions import reduction_bytes
-from sacplan.torch_compat.ops import RuleTable, arguments_by_name
+from sacplan.torch_compat.calls import Call
+from sacplan.torch_compat.ops import RuleTable
 
 Arguments = Mapping[str, Any]
 OUTPUTS = "outputs"
@@ -33,22 +34,16 @@ workspace: RuleTable[Callable[[Arguments, DeviceSpec], Sequence[int]]] = RuleTab
 """By schema name."""
 
 
-def kernel_workspace_bytes(
-    func: torch._ops.OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    outputs: Any,
-    spec: DeviceSpec,
-) -> int:
-    """Return the bytes that the kernel of ``func`` allocates for itself while it runs on ``spec``, outputs aside.
+def kernel_workspace_bytes(call: Call, spec: DeviceSpec) -> int:
+    """Return the bytes that the kernel of an op allocates for itself while it runs on ``spec``, outputs aside.
 
     Each allocation is rounded as the allocator does. 0 for ops without a formula and on a CPU.
     """
     if spec.kind != "cuda":
         return 0
-    name = func._schema.name
+    name = call.func._schema.name
     if (short := name.removeprefix("aten::")) in ACCUMULATOR_BYTES:
-        a = arguments_by_name(func, args, kwargs)
+        a = call.arguments
         return reduction_workspace_bytes(short, a["x"] if "x" in a else a["self"], a.get("dim"), spec)
     formula = workspace.get(name)
     if formula is None:
@@ -56,7 +51,7 @@ def kernel_workspace_bytes(
         if name in PRODUCTS and not workspaces_stay():
             return spec.round_up(library_workspace_bytes(spec))
         return 0
-    allocations = formula({**arguments_by_name(func, args, kwargs), OUTPUTS: outputs}, spec)
+    allocations = formula({**call.arguments, OUTPUTS: call.returned}, spec)
     return sum(spec.round_up(nbytes) for nbytes in allocations if nbytes > 0)
 
 

@@ -165,18 +165,8 @@ def _plain_layer_norm(
     return tuple(_new(mode, size, input.dtype) for size in (input.shape, stats, stats))
 
 
-def _plain_layer_norm_backward(
-    mode: FakeTensorMode,
-    func: Any,
-    grad_out: Any,
-    input: Any,
-    shape: Any,
-    mean: Any,
-    rstd: Any,
-    weight: Any,
-    bias: Any,
-    output_mask: Sequence[bool],
-) -> Any:
+def _plain_layer_norm_backward(mode: FakeTensorMode, func: Any, *args: Any) -> Any:
+    grad_out, input, shape, mean, rstd, weight, bias, output_mask = args
     inner = tuple(input.shape[-len(shape) :])
     stats = (*input.shape[: -len(shape)], *(1,) * len(shape))
     if (

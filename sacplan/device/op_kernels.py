@@ -30,6 +30,7 @@ from math import prod
 
 import torch
 
+from sacplan.device.flops import op_flops
 from sacplan.torch_compat.calls import Call as AnyCall
 from sacplan.torch_compat.ops import RuleTable, aten_names, op_traits, tensors_in
 
@@ -59,13 +60,12 @@ class Kernel:
 
 @dataclass(eq=False)
 class Call(AnyCall):
-    """One call of an op, with its operands sorted.
+    """One call of an op, with its operands sorted."""
 
-    Attributes:
-        flops: by the op's formula; 0 without one.
-    """
-
-    flops: int = 0
+    @cached_property
+    def flops(self) -> int:
+        """FLOPs by the op's formula; 0 without one."""
+        return op_flops(self)
 
     @cached_property
     def writes(self) -> list[torch.Tensor]:

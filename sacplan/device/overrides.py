@@ -21,6 +21,7 @@ Private PyTorch API, tried on 2.11 and 2.13: ``torch._C._AutoDispatchBelowAutogr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -104,21 +105,15 @@ def _rms_norm(
     return fused.apply(input, shape, weight, eps)
 
 
-@override(aten.softmax.int)
-def _softmax(spec: DeviceSpec, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-    return _softmax_by(aten.softmax.int, aten._softmax.default, input, dim, dtype)
-
-
-@override(aten.log_softmax.int)
-def _log_softmax(spec: DeviceSpec, input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-    return _softmax_by(aten.log_softmax.int, aten._log_softmax.default, input, dim, dtype)
-
-
-def _softmax_by(op: Any, fused: Any, input: torch.Tensor, dim: int, dtype: torch.dtype | None) -> Any:
+def _softmax(op: Any, fused: Any, spec: DeviceSpec, input: torch.Tensor, dim: int, dtype: Any = None) -> Any:
     # CUDA casts float16 inside the kernel (``half_to_float``, ``SoftMax.cpp``). Elsewhere a float32 copy is made first.
     if input.dtype == torch.float16 and dtype == torch.float32:
         return fused(input, dim, True)
     return run_composite(op, input, dim, dtype)
+
+
+override[aten.softmax.int] = functools.partial(_softmax, aten.softmax.int, aten._softmax.default)
+override[aten.log_softmax.int] = functools.partial(_softmax, aten.log_softmax.int, aten._log_softmax.default)
 
 
 def takes_cudnn_batch_norm(
@@ -155,25 +150,14 @@ def takes_cudnn_batch_norm(
 
 
 @override(aten.batch_norm.default)
-def _batch_norm(
-    spec: DeviceSpec,
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Any:
-    given = (input, weight, bias, running_mean, running_var, training)
+def _batch_norm(spec: DeviceSpec, *args: Any) -> Any:
+    *given, momentum, eps, cudnn_enabled = args
     # torch's fake kernel gives the statistics [C] the input's type (CUDA: the weight's), and no reserve. cuDNN's
     # plain kernels have none either; the fused ones for channels-last half types may keep a bit per element.
     # An empty input has a path of its own in the composite.
-    if input.numel() and takes_cudnn_batch_norm(spec, *given, cudnn_enabled=cudnn_enabled):
+    if cudnn_enabled and given[0].numel() and takes_cudnn_batch_norm(spec, *given):
         return aten.cudnn_batch_norm.default(*given, momentum, eps)[0]
-    return run_composite(aten.batch_norm.default, *given, momentum, eps, cudnn_enabled)
+    return run_composite(aten.batch_norm.default, *args)
 
 
 @fake_kernel(aten.native_layer_norm.default)

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from sacplan.device.cost import CostModel, large_blocks, op_flops
+from sacplan.device.cost import CostModel, large_blocks
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.kernel_rates import KINDS, KernelRates
 from sacplan.device.op_kernels import Call, kernels_of
@@ -87,9 +87,9 @@ def measured_rates(
 
 def _solved(probe: Probe, out: Any, seconds: float, model: CostModel) -> float:
     """Return the value of a probe's figure with which the model predicts the measured time."""
-    flops = op_flops(probe.func, probe.args, probe.kwargs, out)
-    launched = kernels_of(Call(probe.func, probe.args, probe.kwargs, out, flops))
-    peak = model.flops_per_s(probe.func, probe.args) if flops else 0.0
+    call = Call(probe.func, probe.args, probe.kwargs, out)
+    launched = kernels_of(call)
+    peak = model.flops_per_s(call) if call.flops else 0.0
     mine = [k for k in launched if k.kind == probe.kind]
     others_ms = sum(model.kernel_ms(k, peak) for k in launched if k.kind != probe.kind)
     launch_ms = sum(k.launches for k in mine) * model.spec.kernel_launch_us * 1e-3

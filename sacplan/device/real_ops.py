@@ -22,7 +22,7 @@ Private PyTorch API, tried on 2.11 and 2.13: ``_disable_current_modes``, ``unset
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -32,7 +32,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from sacplan.device.cost import signature
 from sacplan.torch_compat.autograd import why_no_hooks
-from sacplan.torch_compat.ops import arguments_by_name, op_traits
+from sacplan.torch_compat.calls import Call
+from sacplan.torch_compat.ops import op_traits
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,10 +62,10 @@ def outside_of_the_trace(device: torch.device) -> Iterator[None]:
         yield
 
 
-def op_key(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def op_key(call: Call) -> Any:
     """Return a key that is equal for the same op with equal shapes, strides, dtypes and other arguments."""
     # An argument that cannot be hashed is told apart by its text.
-    key = (func, signature(args), signature(kwargs) if kwargs else None)
+    key = (call.func, signature(call.args), signature(call.kwargs) if call.kwargs else None)
     try:
         hash(key)
     except TypeError:  # an unhashable argument
@@ -182,30 +183,21 @@ class RealOp:
     """One op with real arguments on ``device``; calling it runs it. A tensor given twice is made once.
 
     Args:
-        out: what the traced op returned, for sizes that depend on data.
+        call: the traced op. What it returned tells sizes that depend on data.
+        device: where it is to run.
         zeros: no made-up values, zeros.
     """
 
-    def __init__(
-        self,
-        func: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        out: Any,
-        device: torch.device,
-        *,
-        zeros: bool = False,
-    ) -> None:
-        self.func = func
+    def __init__(self, call: Call, device: torch.device, *, zeros: bool = False) -> None:
+        self.func = call.func
         self._device = device
         self._zeros = zeros
-        self._op = func._schema.name.split("::")[-1]
+        self._op = call.func._schema.name.split("::")[-1]
         self._made: dict[int, torch.Tensor] = {}
-        self._out = out
-        names = [argument.name for argument in func._schema.arguments]
-        self._by_name = arguments_by_name(func, args, kwargs)
-        self.args = [self._value(value, name) for name, value in zip(names, args, strict=False)]
-        self.kwargs = {name: self._value(value, name) for name, value in kwargs.items()}
+        self._out = call.returned
+        self._by_name = call.arguments
+        self.args = [self._value(value, name) for name, value in zip(self._by_name, call.args, strict=False)]
+        self.kwargs = {name: self._value(value, name) for name, value in call.kwargs.items()}
 
     def __call__(self) -> Any:
         """Run the op."""
@@ -343,22 +335,15 @@ class RealOp:
         return workspace
 
 
-def run_for_real(
-    func: torch._ops.OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    out: Any,
-    device: torch.device,
-    measure: Callable[[RealOp], _T],
-) -> _T:
-    """Return ``measure(op)``, where ``op()`` runs ``func`` on real operands, outside of all modes that are on.
+def run_for_real(call: Call, device: torch.device, measure: Callable[[RealOp], _T]) -> _T:
+    """Return ``measure(op)``, where ``op()`` runs the call on real operands, outside of all modes that are on.
 
     Raises:
         RUN_ERRORS: what the op says to made-up values, and to zeros.
     """
     with outside_of_the_trace(device):
         for zeros in (False, True):
-            op = RealOp(func, args, kwargs, out, device, zeros=zeros)
+            op = RealOp(call, device, zeros=zeros)
             try:
                 return measure(op)
             except RUN_ERRORS:

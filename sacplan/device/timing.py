@@ -20,14 +20,15 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from sacplan.device.cost import CostModel, is_free, op_flops, tf32_allowed
+from sacplan.device.cost import CostModel, is_free, tf32_allowed
 from sacplan.device.devices import WITHOUT_WORKSPACES, DeviceSpec, resolve_device
-from sacplan.device.real_ops import RUN_ERRORS, UNKNOWN_LAYOUT, RealOp, first_line, op_key, run_for_real
+from sacplan.device.op_kernels import Call
+from sacplan.device.real_ops import RUN_ERRORS, UNKNOWN_LAYOUT, first_line, op_key, run_for_real
 from sacplan.errors import DeviceError, SacplanError
 
 _BUDGET_S = (
@@ -56,48 +57,35 @@ class MeasuredTimes:
         self._roofline = CostModel(spec)
         self._name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu"
 
-    def cost(
-        self, func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-    ) -> tuple[int, float]:
-        """Return (FLOPs, milliseconds) of one call of ``func`` that returned ``out``; a view takes no time.
+    def cost(self, call: Call) -> tuple[int, float]:
+        """Return (FLOPs, milliseconds) of one call of an op; a view takes no time.
 
         An op that cannot be run with made-up operands, or does not fit the memory, gets the roofline's
         time, one warning, and an entry in ``not_timed``.
         """
-        if is_free(func):
+        if is_free(call.func):
             return 0, 0.0
-        flops = op_flops(func, args, kwargs, out)
-        key = (self._name, torch.__version__, _settings(self._device), op_key(func, args, kwargs))
+        key = (self._name, torch.__version__, _settings(self._device), op_key(call))
         known = _times.get(key)
         if known is None:
             try:
-                if func._schema.name.removeprefix("aten::") in UNKNOWN_LAYOUT:
+                if call.name in UNKNOWN_LAYOUT:
                     raise NotImplementedError("it takes another kernel's private data")
-                known = run_for_real(func, args, kwargs, out, self._device, self._measure)
+                known = run_for_real(call, self._device, lambda op: _fastest_ms(op, self._device))
             except RUN_ERRORS as error:
                 if self._device.type == "cuda":
-                    _check_context(func, error)
-                known = self._stand_in(func, args, kwargs, out, error)
+                    _check_context(call.func, error)
+                known = self._stand_in(call, error)
             # The operands of a large op would stay cached, and the next one might not fit beside them.
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
             _times[key] = known
-        return flops, known
+        return call.flops, known
 
-    def _measure(self, call: RealOp) -> float:
-        return _fastest_ms(call, self._device)
-
-    def _stand_in(
-        self,
-        func: torch._ops.OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        out: Any,
-        error: Exception,
-    ) -> float:
+    def _stand_in(self, call: Call, error: Exception) -> float:
         if isinstance(error, SacplanError):  # our own, such as a lost context, and no op's refusal
             raise error
-        name = str(func)
+        name = str(call.func)
         if name not in self.not_timed:
             self.not_timed[name] = first_line(error)
             warnings.warn(
@@ -105,7 +93,7 @@ class MeasuredTimes:
                 "the roofline's figure stands in for its time.",
                 stacklevel=2,
             )
-        return self._roofline.cost(func, args, kwargs, out)[1]
+        return self._roofline.cost(call)[1]
 
 
 def _check_context(func: torch._ops.OpOverload, error: Exception) -> None:

@@ -22,7 +22,7 @@ the outputs: it does not matter whether the outputs come first or last.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ from sacplan.device.real_ops import RUN_ERRORS, RealOp, first_line, op_key, run_
 from sacplan.errors import TraceError
 from sacplan.torch_compat.allocations import allocation_deltas, profiler_is_on
 from sacplan.torch_compat.autograd import autograd_as_outside
+from sacplan.torch_compat.calls import Call
 from sacplan.torch_compat.fake_kernels import fake_kernels
 from sacplan.torch_compat.fake_tensors import active_fake_mode
 from sacplan.torch_compat.ops import arguments_by_name, aten_names, op_named, tensors_in
@@ -63,10 +64,8 @@ _known: dict[Any, Any] = {}
 """Bytes by (torch, threads, oneDNN, op key); for the life of the process."""
 
 
-def measured_workspace_bytes(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> int:
-    """Return the bytes that the CPU kernel of ``func`` takes at its peak beyond live tensors and its outputs.
+def measured_workspace_bytes(call: Call) -> int:
+    """Return the bytes that the CPU kernel of an op takes at its peak beyond live tensors and its outputs.
 
     May be called inside a dispatch mode, under FakeTensorMode, in the backward pass: modes are off while
     the op runs, and generators are restored. 0 for ops that are not known to have a workspace, and, with a
@@ -76,23 +75,18 @@ def measured_workspace_bytes(
         TraceError: a profiler is on in this thread.
     """
     # Most calls leave here, at the cost of some look-ups. A run takes far longer, and happens once for each key.
-    if not _worth_a_run(func, args, kwargs, out):
-        return _number_bytes(func, args, out)
-    key = (
-        torch.__version__,
-        torch.get_num_threads(),
-        torch.backends.mkldnn.enabled,
-        op_key(func, args, kwargs),
-    )
+    if not _worth_a_run(call):
+        return _number_bytes(call)
+    key = (torch.__version__, torch.get_num_threads(), torch.backends.mkldnn.enabled, op_key(call))
     # In a real step each call has values of its own. What made-up ones gave must not stand for them, nor the reverse.
-    by_values = func._schema.name in _BY_VALUES and active_fake_mode() is None
+    by_values = call.func._schema.name in _BY_VALUES and active_fake_mode() is None
     known = None if by_values else _known.get(key)
     if known is None:
         try:
-            inside: int = run_for_real(func, args, kwargs, out, _CPU, _peak_inside)
+            inside: int = run_for_real(call, _CPU, _peak_inside)
         except RUN_ERRORS as error:
             warnings.warn(
-                f"the workspace of {func} could not be measured ({first_line(error)}); it counts as 0.",
+                f"the workspace of {call.func} could not be measured ({first_line(error)}); it counts as 0.",
                 stacklevel=2,
             )
             inside = 0
@@ -112,29 +106,26 @@ _OTHER_FORMULA_UNDER_A_MODE = aten_names("""
 """)
 
 
-def measured_formula_bytes(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> tuple[int, int] | None:
-    """Return the bytes that the backward formula of ``func`` takes at its peak on a CPU beyond its gradients.
+def measured_formula_bytes(call: Call) -> tuple[int, int] | None:
+    """Return the bytes that the backward formula of an op takes at its peak on a CPU beyond its gradients.
 
     Two figures: for incoming gradients that are contiguous, and for those that are one element, expanded.
 
     None where the ops that a dispatch mode sees are those of the plain step, and say it themselves; where no argument
     requires a gradient; and, with a warning, where the formula cannot be run on made-up operands.
     """
-    if func._schema.name not in _OTHER_FORMULA_UNDER_A_MODE or not torch.is_grad_enabled():
+    if call.func._schema.name not in _OTHER_FORMULA_UNDER_A_MODE or not torch.is_grad_enabled():
         return None
-    wanted = tuple(i for i, t in enumerate(tensors_in((args, kwargs))) if t.requires_grad)
+    wanted = tuple(i for i, t in enumerate(tensors_in((call.args, call.kwargs))) if t.requires_grad)
     if not wanted:
         return None
     # A leaf may not be written: the formula of a write in place is that of its namesake.
-    func = op_named(str(func).replace("_.", ".")) or func
-    key = ("formula", torch.__version__, torch.get_num_threads(), wanted, op_key(func, args, kwargs))
+    func = op_named(str(call.func).replace("_.", ".")) or call.func
+    call = Call(func, call.args, call.kwargs, call.returned)
+    key = ("formula", torch.__version__, torch.get_num_threads(), wanted, op_key(call))
     if key not in _known:
         try:
-            _known[key] = run_for_real(
-                func, args, kwargs, out, _CPU, lambda op: _inside_the_formula(op, wanted)
-            )
+            _known[key] = run_for_real(call, _CPU, lambda op: _inside_the_formula(op, wanted))
         except RUN_ERRORS as error:
             warnings.warn(
                 f"the backward pass of {func} could not be measured ({first_line(error)}); it counts as the ops that "
@@ -163,14 +154,13 @@ def _inside_the_formula(op: RealOp, wanted: Sequence[int]) -> tuple[int, int]:
     return inside(ones), inside([t.new_ones(()).expand(t.shape) for t in ones])
 
 
-def _worth_a_run(
-    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> bool:
+def _worth_a_run(call: Call) -> bool:
     """Whether the kernel of this call may allocate more than it returns."""
+    func = call.func
     name = func._schema.name
     if func.namespace not in _RUN_HERE:
         return False  # collectives and custom ops are not run here
-    tensors = [t for t in tensors_in((args, kwargs)) if t.dim()]
+    tensors = [t for t in tensors_in((call.args, call.kwargs)) if t.dim()]
     if any(t.layout is not torch.strided for t in tensors):
         return True  # of a sparse tensor even a transpose is a copy
     if name in _NOTHING_INSIDE or is_free(func):
@@ -181,7 +171,7 @@ def _worth_a_run(
         return any(t.dtype not in _MADE_FOR_BLAS or (t.dim() > 1 and not _fits_blas(t)) for t in tensors)
     if torch.Tag.pointwise in func.tags and name not in _ELEMENTWISE_WITH_MORE:
         # An operand of another type than the result is copied to it.
-        return len({t.dtype for t in (*tensors, *tensors_in(out))}) > 1
+        return len({t.dtype for t in (*tensors, *tensors_in(call.returned))}) > 1
     return True
 
 
@@ -193,18 +183,19 @@ _TAKES_NUMBERS_AS_THEY_ARE = aten_names("""
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
-def _number_bytes(func: torch._ops.OpOverload, args: Sequence[Any], out: Any) -> int:
+def _number_bytes(call: Call) -> int:
     """Return the bytes of tensors that an elementwise op makes of Python numbers, and of their casts.
 
     Numbers in the place of a tensor, and the operand of an overload for numbers, such as ``mul.Scalar`` of backward
     formulas and ``rsub.Scalar`` of ``1 - x``. Other numbers, such as bounds and slopes, the kernel takes as they are.
     """
+    func = call.func
     if torch.Tag.pointwise not in func.tags:
         return 0
-    result = next(tensors_in(out), None)
+    result = next(tensors_in(call.returned), None)
     operand = "scalar" in func._overloadname.lower() and func.name() not in _TAKES_NUMBERS_AS_THEY_ARE
     found = 0
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+    for argument, value in zip(func._schema.arguments, call.args, strict=False):
         made = _NUMBERS.get(type(value))
         if made is None:
             continue
@@ -279,9 +270,10 @@ def measured_reserves() -> Iterator[None]:
 
 def _fake_lstm_layer(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Output [T, N, H] of input [T, N, C], hidden and cell state of the given shapes, workspace [bytes]."""
-    a = arguments_by_name(func, args, kwargs)
+    call = Call(func, args, kwargs)
+    a = call.arguments
     steps, batch = a["input"].shape[:2]
-    reserve = _lstm_reserve_bytes(func, args, kwargs) if a["train"] and torch.is_grad_enabled() else 0
+    reserve = _lstm_reserve_bytes(call) if a["train"] and torch.is_grad_enabled() else 0
     new = a["input"].new_empty
     return (
         new((steps, batch, a["hidden_size"])),
@@ -307,21 +299,19 @@ def _fake_lstm_layer_backward(mode: Any, func: Any, *args: Any, **kwargs: Any) -
     return (*before, *biases, *after)
 
 
-def _lstm_reserve_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    key = ("reserve", torch.__version__, torch.get_num_threads(), op_key(func, args, kwargs))
+def _lstm_reserve_bytes(call: Call) -> int:
+    key = ("reserve", torch.__version__, torch.get_num_threads(), op_key(call))
     known: int | None = _known.get(key)
     if known is None:
-        known = _known[key] = run_for_real(func, args, kwargs, None, _CPU, lambda op: op()[3].nbytes)
+        known = _known[key] = run_for_real(call, _CPU, lambda op: op()[3].nbytes)
     return known
 
 
-def workspace_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+def workspace_bytes(spec: DeviceSpec, call: Call) -> int:
     """Return the bytes that an op's kernel allocates inside: measured on a CPU, by formula on a GPU."""
-    if spec.kind == "cpu":
-        return measured_workspace_bytes(func, args, kwargs, out)
-    return kernel_workspace_bytes(func, args, kwargs, out, spec)
+    return measured_workspace_bytes(call) if spec.kind == "cpu" else kernel_workspace_bytes(call, spec)
 
 
-def formula_bytes(spec: DeviceSpec, func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int] | None:
+def formula_bytes(spec: DeviceSpec, call: Call) -> tuple[int, int] | None:
     """Return ``measured_formula_bytes`` for a CPU. On a GPU the other formula is not accounted for: None."""
-    return measured_formula_bytes(func, args, kwargs, out) if spec.kind == "cpu" else None
+    return measured_formula_bytes(call) if spec.kind == "cpu" else None

@@ -37,7 +37,7 @@ from sacplan.device.cost import CostModel
 from sacplan.errors import PlanError
 from sacplan.planning.partitions import Split, compared, prices_of, spec_of
 from sacplan.planning.saved_values import bytes_of, needed, price_of, without_forbidden
-from sacplan.record.device_recorder import device_recorder
+from sacplan.record.recorder import Recorder
 from sacplan.running.compile_budget import CompiledGraph, choose
 from sacplan.torch_compat import partitioning
 from sacplan.torch_compat.fake_tensors import FakeTensor
@@ -148,7 +148,7 @@ class _StepGraph:
         given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         with cast(FakeTensor, tensors[0]).fake_mode, torch.no_grad():
-            recorder = device_recorder(self._spec, CostModel(self._spec).cost, "observe")
+            recorder = Recorder(self._spec, CostModel(self._spec).cost, "observe")
             recorder.track_tensors(tensors)
             with recorder:
                 made = torch.fx.Interpreter(module).run(*given)

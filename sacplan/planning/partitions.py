@@ -21,6 +21,7 @@ import torch
 from sacplan.device.cost import CostModel
 from sacplan.device.devices import DeviceSpec, resolve_device
 from sacplan.device.kernels import active_device
+from sacplan.device.op_kernels import Call
 from sacplan.planning.saved_values import bytes_of, cheapest_saved, price_of, without_forbidden
 from sacplan.torch_compat import partitioning
 from sacplan.torch_compat.partitioning import ForwardValue, LoweredGraphs, Prices
@@ -224,7 +225,7 @@ def prices_of(spec: DeviceSpec) -> Prices:
     """Return what ops cost on a device."""
     model = CostModel(spec)
     byte_ms = 1e3 / (model.spec.bandwidth_bytes_per_s * model.spec.bandwidth_efficiency)
-    return Prices(lambda *call: model.cost(*call)[1], byte_ms)
+    return Prices(lambda *call: model.cost(Call(*call))[1], byte_ms)
 
 
 class Partitioner:

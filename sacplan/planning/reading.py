@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from msgspec import UNSET
 
 from sacplan.core.budget import format_bytes, format_share
+from sacplan.core.names import matching_modules
 from sacplan.core.program import Program
 from sacplan.core.sections import Section
 from sacplan.device.device_memory import DeviceMemory
 from sacplan.device.outside_allocator import MARGIN, outside_on_gpu, outside_text
 from sacplan.distributed.ranks.ranks import Ranks
-from sacplan.distributed.ranks.units import matching
 from sacplan.planning.layers import LayerOps, LayerReading, read_layers, summed
 from sacplan.planning.value import PlanValue
 
@@ -211,4 +211,4 @@ def _unit(pattern: str, program: Program | None) -> str:
     # Without a wildcard, the pattern is the name of one module. Without a program, nobody knows how many match.
     if program is None or not re.search(r"[*?[]", pattern):
         return pattern
-    return f"{len(matching(tuple(program.calls), [pattern]))} x {pattern}"
+    return f"{len(matching_modules(tuple(program.calls), [pattern], 'units'))} x {pattern}"

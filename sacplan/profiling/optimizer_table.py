@@ -139,12 +139,6 @@ class OptimizerCandidate:
     steps_shards: bool = True
     """Whether it steps parameters that are sharded (``DTensor``). Those of bitsandbytes do not."""
 
-    @classmethod
-    def of(cls, named: NamedOptimizer) -> OptimizerCandidate:
-        """Return the candidate of a name."""
-        steps_shards = named.install != "bitsandbytes"
-        return cls(named.name, named.says, _factory(named), named.written, steps_shards)
-
 
 def _factory(named: NamedOptimizer) -> Factory:
     library, _, kind = named.path.partition(":")
@@ -203,7 +197,12 @@ def _is_without_data(parameter: Any) -> bool:
     return isinstance(parameter, FakeTensor) or getattr(parameter, "is_meta", False)
 
 
-BY_NAME = {named.name: OptimizerCandidate.of(named) for named in OPTIMIZERS}
+BY_NAME = {
+    named.name: OptimizerCandidate(
+        named.name, named.says, _factory(named), named.written, steps_shards=named.install != "bitsandbytes"
+    )
+    for named in OPTIMIZERS
+}
 COMPARED = ("adamw-fused", "adamw-8bit")
 """Those that a verdict compares with Adam and AdamW."""
 COMPARED_ON_HOST = ("paged-adamw-8bit", "adamw-offload", "adamw-offload-gradients")

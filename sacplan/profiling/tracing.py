@@ -7,8 +7,8 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 import torch
 from msgspec import structs
@@ -29,7 +29,7 @@ from sacplan.device.workspace import measured_reserves
 from sacplan.distributed.ranks.ranks import DDP, FSDP2, ONE_RANK, Ranks, ranks_of
 from sacplan.distributed.ranks.unit_limits import kept_at_limits
 from sacplan.distributed.sharding.process_groups import device_mesh_of, pretended_ranks, this_rank
-from sacplan.distributed.sharding.recorded import collective_named, with_collectives
+from sacplan.distributed.sharding.recorded import Cost, collective_named, with_collectives
 from sacplan.errors import (
     DeviceError,
     PlanError,
@@ -42,7 +42,6 @@ from sacplan.profiling.optimizer_table import factory_of
 from sacplan.profiling.profile import Profile, Source
 from sacplan.profiling.remarks import loss_of_library, summed_outputs, without_bfloat16
 from sacplan.record.compiled import CompileModules, compilation_of, compile_step, dry_compiled
-from sacplan.record.device_recorder import device_recorder
 from sacplan.record.fake_copy import FakeCopier
 from sacplan.record.fake_data import DataRules, data_rules
 from sacplan.record.fake_values import is_worst
@@ -180,14 +179,14 @@ def profile(
     over = ranks if isinstance(ranks, Ranks) else ONE_RANK
     if accumulation_steps is None:
         accumulation_steps = accumulation_of(optimizer) if mode == "train" else 1
-    trace_with = functools.partial(
-        trace_step, model, batch, loss_fn, optimizer, device, runtime, trace,
-        mode=mode, ranks=over, accumulation_steps=accumulation_steps, compiled=compiled,
+    asked = StepRequest(
+        model, batch, loss_fn, optimizer, device, runtime, trace,
+        mode=mode, ranks=over, accumulation_steps=accumulation_steps, routing=routing, compiled=compiled,
     )  # fmt: skip
-    found = trace_with(routing=routing)
+    found = trace_step(asked)
     # Experts that get no tokens may do nothing at all, not even make gradients: then balanced routing takes more.
     if found.fingerprint.setup.routing == "worst" and any(map(is_worst, found.rules)):
-        found = max(found, trace_with(), key=lambda one: one.peak_bytes)
+        found = max(found, trace_step(replace(asked, routing="balanced")), key=lambda one: one.peak_bytes)
     warn_of_step(found, stacklevel=3)
     return found
 
@@ -210,26 +209,11 @@ def warn_of_step(found: Profile, stacklevel: int) -> None:
         warnings.warn(f"{said}.", SumOfOutputsWarning, stacklevel=stacklevel + 1)
 
 
-def trace_step(
-    model: torch.nn.Module,
-    batch: Any,
-    loss_fn: LossFn | None,
-    optimizer: Any,
-    device: str | DeviceSpec | torch.device | None,
-    runtime: str,
-    trace: str,
-    *,
-    mode: Mode = "train",
-    prepare: Callable[[torch.nn.Module], Any] | None = None,
-    saved: Literal["record", "observe"] = "record",
-    ranks: Ranks = ONE_RANK,
-    accumulation_steps: int = 1,
-    routing: Routing = "balanced",
-    compiled: Compilation | None = None,
-) -> Profile:
-    """Trace one step and return its profile, for ``profile`` and ``verify``.
+@dataclass(frozen=True)
+class StepRequest:
+    """A step that is to be traced, for ``profile`` and ``verify``.
 
-    Args:
+    Attributes:
         model, batch, loss_fn, optimizer, device, runtime, trace, mode, accumulation_steps, routing: as for
             ``profile``.
         prepare: gets the model before the step runs, a fake trace's copy of it, and may apply a plan to it.
@@ -238,44 +222,113 @@ def trace_step(
             that of all ranks.
         compiled: the modules that run compiled.
     """
-    check_model(model)
-    spec = resolve_device(device)
-    if compiled is not None and trace == "real":
-        raise TraceError(
-            'trace="real" with a compiled step: a dry run of the compiler has no values. Use trace="fake", or '
-            "compile=False."
-        )
-    for what, value, known in (
-        ("runtime", runtime, get_args(Runtime)),
-        ("trace", trace, ("fake", "real")),
-        ("mode", mode, ("train", "inference")),
-        ("routing", routing, get_args(Routing)),
-    ):
-        if value not in known:
-            raise TraceError(f"unknown {what} {value!r}; known are {', '.join(map(repr, known))}.")
-    if mode == "inference" and optimizer is not None:
-        raise TraceError('mode="inference" runs no optimizer; leave optimizer= out, or use mode="train".')
-    if trace == "real" and routing != "balanced":
-        raise TraceError(f'routing={routing!r} is for trace="fake": in a real trace, the data decides.')
-    if ranks.sharding is not None and compiled is not None:
-        raise PlanError("a compiled step on a mesh is not recorded; profile the step with compile=False.")
-    if ranks != ONE_RANK and trace == "real":
-        raise PlanError('a step on ranks is recorded on fake tensors; make the profile with trace="fake".')
-    if ranks != ONE_RANK:
-        _check_gradient_hooks(model)
-    check_accumulation(accumulation_steps)
-    if mode == "inference" and accumulation_steps > 1:
-        raise TraceError(
-            f'accumulation_steps={accumulation_steps}: mode="inference" makes no gradients that could be added up.'
-        )
+
+    model: torch.nn.Module
+    batch: Any
+    loss_fn: LossFn | None
+    optimizer: Any
+    device: str | DeviceSpec | torch.device | None
+    runtime: str
+    trace: str
+    mode: Mode = "train"
+    prepare: Callable[[torch.nn.Module], Any] | None = None
+    saved: Literal["record", "observe"] = "record"
+    ranks: Ranks = ONE_RANK
+    accumulation_steps: int = 1
+    routing: Routing = "balanced"
+    compiled: Compilation | None = None
+
+    def check(self) -> None:
+        """Raise ``TraceError`` or ``PlanError`` for a step that cannot be traced so."""
+        check_model(self.model)
+        for what, value, known in (
+            ("runtime", self.runtime, get_args(Runtime)),
+            ("trace", self.trace, ("fake", "real")),
+            ("mode", self.mode, ("train", "inference")),
+            ("routing", self.routing, get_args(Routing)),
+        ):
+            if value not in known:
+                raise TraceError(f"unknown {what} {value!r}; known are {', '.join(map(repr, known))}.")
+        if self.mode == "inference" and self.optimizer is not None:
+            raise TraceError('mode="inference" runs no optimizer; leave optimizer= out, or use mode="train".')
+        if self.trace == "real" and self.compiled is not None:
+            raise TraceError(
+                'trace="real" with a compiled step: a dry run of the compiler has no values. Use trace="fake", or '
+                "compile=False."
+            )
+        if self.trace == "real" and self.routing != "balanced":
+            raise TraceError(
+                f'routing={self.routing!r} is for trace="fake": in a real trace, the data decides.'
+            )
+        if self.ranks.sharding is not None and self.compiled is not None:
+            raise PlanError("a compiled step on a mesh is not recorded; profile the step with compile=False.")
+        if self.ranks != ONE_RANK and self.trace == "real":
+            raise PlanError(
+                'a step on ranks is recorded on fake tensors; make the profile with trace="fake".'
+            )
+        if self.ranks != ONE_RANK:
+            _check_gradient_hooks(self.model)
+        check_accumulation(self.accumulation_steps)
+        if self.mode == "inference" and self.accumulation_steps > 1:
+            raise TraceError(
+                f'accumulation_steps={self.accumulation_steps}: mode="inference" makes no gradients that could be '
+                "added up."
+            )
+
+
+@dataclass(frozen=True)
+class _Resolved:
+    """A request whose device, batch, loss and optimizer are known, and what is made for it before the step runs.
+
+    Attributes:
+        asked: the request; its batch is that of a rank, and its optimizer is resolved.
+        loss_fn: the given one, or the default.
+        spec, cost: the device, and the cost of a call of an op on it.
+        autocast: the type of a ``torch.autocast`` around the trace.
+        mesh: over which a copy of the model is spread.
+        joint_graphs: noted while a compiled step runs.
+    """
+
+    asked: StepRequest
+    loss_fn: LossFn
+    spec: DeviceSpec
+    cost: Cost
+    autocast: str | None
+    mesh: DeviceMesh | None
+    joint_graphs: list[GivenGraph] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A recorded step.
+
+    Attributes:
+        program: the step.
+        rules: what the trace took for granted, a sentence each.
+        setup: how the step was set up.
+        calls: the calls of the model in it.
+        local_shapes: see ``Fingerprint``.
+    """
+
+    program: Program
+    rules: tuple[str, ...]
+    setup: Setup
+    calls: tuple[ModelCall, ...]
+    local_shapes: dict[str, tuple[int, ...]] | None
+
+
+def trace_step(asked: StepRequest) -> Profile:
+    """Trace one step and return its profile."""
+    asked.check()
+    spec = resolve_device(asked.device)
     # Contexts from the outside in: generators are put back last; the collector is off before the first fake tensor is
     # made; errors are explained where torch's own messages come through.
-    runtime = runtime.removeprefix(_LONG)
+    runtime, model, ranks = asked.runtime.removeprefix(_LONG), asked.model, asked.ranks
     times = MeasuredTimes(spec) if runtime == "benchmark" else CostModel(spec)
     autocast = current_autocast(spec.kind)  # inside a fake step it is another device's
-    run = _trace_fake if trace == "fake" else _trace_real
+    run = _trace_fake if asked.trace == "fake" else _trace_real
     scripted = scripted_inside(model)
-    as_written = told_of_scripted(model, scripted, trace)
+    as_written = told_of_scripted(model, scripted, asked.trace)
     with (
         compiled_in_place(model) as model,
         preserved_rng(),
@@ -285,35 +338,32 @@ def trace_step(
         _mesh_of(ranks) as mesh,
     ):
         # Made inside of these contexts, since a callable or a data set may draw random numbers for the batch.
-        batch = resolve_batch(batch)
-        fingerprint = Fingerprint.of(model, batch)
-        loss = loss_or_default(loss_fn, mode)
-        cost = with_collectives(times.cost, spec)
-        wanted = each_optimizer(optimizer, lambda one: inner_optimizer(factory_of(one, spec)))
-        asked = _RecordRequest(
-            model, batch, loss, wanted, spec, cost, mode, prepare, saved,
-            autocast, accumulation_steps, routing, compiled, ranks, mesh, [],
-        )  # fmt: skip
+        asked = replace(asked, model=model, batch=resolve_batch(asked.batch), device=spec)
+        fingerprint = Fingerprint.of(model, asked.batch)
+        loss_fn, cost = loss_or_default(asked.loss_fn, asked.mode), with_collectives(times.cost, spec)
+        optimizer = each_optimizer(asked.optimizer, lambda one: inner_optimizer(factory_of(one, spec)))
+        step = replace(asked, optimizer=optimizer)
         if ranks.sharding is not None:
-            asked = replace(asked, batch=part_of_batch(batch, fingerprint.rows, ranks.sharding.data.size))
+            part = part_of_batch(asked.batch, fingerprint.rows, ranks.sharding.data.size)
+            step = replace(step, batch=part)
+        resolved = _Resolved(step, loss_fn, spec, cost, autocast, mesh)
         with _explained(ranks):
-            recorded, rules, setup, calls, local_shapes = _with_hooks_or_without(run, asked)
-    _check_recorded(recorded, mode)
-    recorded = kept_at_limits(recorded)
+            traced = _with_hooks_or_without(run, resolved)
+    _check_recorded(traced.program, asked.mode)
+    recorded, rules = kept_at_limits(traced.program), traced.rules
     if ranks == ONE_RANK and any(collective_named(op.name) for op in recorded.ops):
         rules = (*rules, this_rank())
     fingerprint = structs.replace(
         fingerprint,
-        setup=structs.replace(setup, compiled=compiled, scripted=scripted, routing=routing),
-        calls=calls,
-        local_shapes=local_shapes,
+        setup=structs.replace(
+            traced.setup, compiled=asked.compiled, scripted=scripted, routing=asked.routing
+        ),
+        calls=traced.calls,
+        local_shapes=traced.local_shapes,
     )
-    again = functools.partial(
-        trace_step, model, batch, loss_fn, optimizer, spec, runtime, trace,
-        mode=mode, accumulation_steps=accumulation_steps, routing=routing, compiled=compiled,
-    )  # fmt: skip
-    source = Source(model, again, asked.joint_graphs)
-    return Profile(recorded, fingerprint, spec, trace, runtime, mode, rules, ranks, source)
+    of_one_rank = replace(asked, prepare=None, saved="record", ranks=ONE_RANK)
+    source = Source(model, lambda **how: trace_step(replace(of_one_rank, **how)), resolved.joint_graphs)
+    return Profile(recorded, fingerprint, spec, asked.trace, runtime, asked.mode, rules, ranks, source)
 
 
 @contextlib.contextmanager
@@ -341,52 +391,25 @@ def _explained(ranks: Ranks) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class _RecordRequest:
-    """The arguments of ``trace_step``, checked and resolved."""
-
-    model: torch.nn.Module
-    batch: Any
-    loss_fn: LossFn
-    optimizer: Any
-    spec: DeviceSpec
-    cost: Any
-    mode: Mode
-    prepare: Callable[[torch.nn.Module], Any] | None
-    saved: str
-    autocast: str | None
-    accumulation_steps: int
-    routing: Routing
-    compiled: Compilation | None
-    ranks: Ranks
-    mesh: DeviceMesh | None
-    joint_graphs: list[GivenGraph]
-
-
-_Recorded: TypeAlias = tuple[
-    Program, tuple[str, ...], Setup, tuple[ModelCall, ...], dict[str, tuple[int, ...]] | None
-]
-"""The step, the assumptions of the trace, how the step was set up, the calls of the model in it, and local shapes."""
-
-
-def _with_hooks_or_without(run: Callable[[_RecordRequest], _Recorded], asked: _RecordRequest) -> _Recorded:
+def _with_hooks_or_without(run: Callable[[_Resolved], _Traced], resolved: _Resolved) -> _Traced:
     try:
-        return run(asked)
+        return run(resolved)
     except RuntimeError as error:
-        if asked.saved != "record" or not refuses_hooks(error):
+        if resolved.asked.saved != "record" or not refuses_hooks(error):
             raise
-    recorded, rules, setup, calls, local_shapes = run(replace(asked, saved="observe"))
-    return recorded, (*rules, WITHOUT_HOOKS), setup, calls, local_shapes
+    found = run(replace(resolved, asked=replace(resolved.asked, saved="observe")))
+    return replace(found, rules=(*found.rules, WITHOUT_HOOKS))
 
 
-def _trace_fake(asked: _RecordRequest) -> _Recorded:
+def _trace_fake(resolved: _Resolved) -> _Traced:
     # A function of its own for the step, whose fake tensors are gone when it returns.
-    with no_fake_tensors_left(asked.model, asked.loss_fn) as note:
-        return _run_fake(asked, note)
+    with no_fake_tensors_left(resolved.asked.model, resolved.loss_fn) as note:
+        return _run_fake(resolved, note)
 
 
-def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> _Recorded:
-    model, spec = asked.model, asked.spec
+def _run_fake(resolved: _Resolved, note: Callable[[FakeTensorMode], None]) -> _Traced:
+    asked, spec, mesh = resolved.asked, resolved.spec, resolved.mesh
+    model = asked.model
     how: SavedMode = "virtual" if asked.saved == "record" else "observe"
     # The order of dispatch modes, innermost first: the recorder, which is entered later, sees an op first; then the
     # rules on data, and then FakeTensorMode. So the recorder sees what the rules answer, and not how.
@@ -407,26 +430,26 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
         keep_to_this_thread(fake_mode, lambda: other_thread("an op of the model"))
         copier, looking_up = FakeCopier(rules), LookingUp(fake_mode, rules)
         fake = copier.model(model)
-        if asked.mesh is not None and asked.ranks.sharding is not None:
+        if mesh is not None and asked.ranks.sharding is not None:
             with looking_up:
-                asked.ranks.sharding.parallelize(fake, asked.mesh, source=None)
+                asked.ranks.sharding.parallelize(fake, mesh, source=None)
         handle = asked.prepare(fake) if asked.prepare is not None else None
         try:
-            if asked.mesh is not None:
+            if mesh is not None:
                 with looking_up:
-                    asked.ranks.spread_data(fake, asked.mesh)
+                    asked.ranks.spread_data(fake, mesh)
             copier.parameters_replaced(model, fake)
             reduce_by_hooks(fake)
             running.enter_context(copying_shards(fake, on_gpu=spec.kind == "cuda"))
             if asked.compiled is not None:
                 running.enter_context(dry_compiled(fake, asked.compiled, spec))
-                asked.joint_graphs.clear()
+                resolved.joint_graphs.clear()
                 if asked.prepare is None:  # a plan splits them itself
-                    running.enter_context(joint_graphs_noted(asked.joint_graphs))
+                    running.enter_context(joint_graphs_noted(resolved.joint_graphs))
             step = Step(
                 model=fake,
                 batch=copier.batch(asked.batch),
-                loss_fn=copier.functions.of_loss(asked.loss_fn),
+                loss_fn=copier.functions.of_loss(resolved.loss_fn),
                 optimizer=each_optimizer(asked.optimizer, lambda one: copier.optimizer(one, model, fake)),
                 mode=asked.mode,
                 accumulation_steps=asked.accumulation_steps,
@@ -434,51 +457,52 @@ def _run_fake(asked: _RecordRequest, note: Callable[[FakeTensorMode], None]) -> 
             with looking_up:
                 make_gathered(fake)
             if asked.compiled is not None:
-                compile_step(step, device_recorder(spec, asked.cost, "observe", rules))
-            program, calls, checkpointed = _record_settled_step(
-                step, lambda: device_recorder(spec, asked.cost, how, rules), handle, rules
-            )
-            setup = _as_recorded(step.setup(asked.autocast), step, spec, checkpointed)
-            local_shapes = local_shapes_of(fake)
+                compile_step(step, Recorder(spec, resolved.cost, "observe", rules))
+            found = _traced(step, resolved, how, handle, rules)
         finally:
             if handle is not None:
                 handle.remove()
             copier.forget_hooks()
-    said = (*map(str, rules.applied), *loss_of_library(asked.model, setup))
-    return program, said, setup, calls, local_shapes
+    return replace(found, rules=(*found.rules, *loss_of_library(asked.model, found.setup)))
 
 
-def _trace_real(asked: _RecordRequest) -> _Recorded:
-    model, spec = asked.model, asked.spec
+def _trace_real(resolved: _Resolved) -> _Traced:
+    asked, spec = resolved.asked, resolved.spec
+    model = asked.model
     how: SavedMode = "clone" if asked.saved == "record" else "observe"
     check_runs_here(model, spec, 'trace="real"')
     # Made before the snapshot, which must know the optimizer to put its state back.
     made = each_optimizer(asked.optimizer, lambda one: optimizer_over(one, model))
     # What the loss function holds, and optimizers in hooks of parameters, may change in the step as well.
     with preserved_state(
-        model, made, asked.batch, *held_by_function(asked.loss_fn), *optimizers_in_backward(model)
+        model, made, asked.batch, *held_by_function(resolved.loss_fn), *optimizers_in_backward(model)
     ):
-        step = Step(model, asked.batch, asked.loss_fn, made, asked.mode, asked.accumulation_steps)
+        step = Step(model, asked.batch, resolved.loss_fn, made, asked.mode, asked.accumulation_steps)
         handle = asked.prepare(model) if asked.prepare is not None else None
         try:
-            program, calls, checkpointed = _record_settled_step(
-                step, lambda: device_recorder(spec, asked.cost, how), handle
-            )
-            setup = _as_recorded(step.setup(asked.autocast), step, spec, checkpointed)
-            return program, (), setup, calls, local_shapes_of(model)
+            return _traced(step, resolved, how, handle)
         finally:
             # After an error, too: a plan must not stay on the user's own model.
             if handle is not None:
                 handle.remove()
 
 
-def _as_recorded(setup: Setup, step: Step, spec: DeviceSpec, checkpointed: tuple[str, ...]) -> Setup:
-    # On a CPU the two memories are one, and all of it is in the program.
-    taken = sum(map(host_bytes, step.optimizers)) if spec.kind == "cuda" else 0
-    shards = shards_host_bytes(step.model, step.optimizers)
-    return structs.replace(
-        setup, optimizer_host_bytes=taken, shards_host_bytes=shards, checkpointed=checkpointed
+def _traced(
+    step: Step, resolved: _Resolved, saved: SavedMode, handle: Any, rules: DataRules | None = None
+) -> _Traced:
+    """Record a step, and read off how it was set up once it has run."""
+    spec = resolved.spec
+    recorder = functools.partial(Recorder, spec, resolved.cost, saved, rules)
+    program, calls, checkpointed = _record_settled_step(step, recorder, handle, rules)
+    setup = structs.replace(
+        step.setup(resolved.autocast),
+        # On a CPU the two memories are one, and all of it is in the program.
+        optimizer_host_bytes=sum(map(host_bytes, step.optimizers)) if spec.kind == "cuda" else 0,
+        shards_host_bytes=shards_host_bytes(step.model, step.optimizers),
+        checkpointed=checkpointed,
     )
+    said = () if rules is None else tuple(map(str, rules.applied))
+    return _Traced(program, said, setup, calls, local_shapes_of(step.model))
 
 
 def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None:

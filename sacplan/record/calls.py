@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from sacplan.torch_compat.ops import tensor_list
 from sacplan.torch_compat.private import is_plain, strided_parts
 
 _NAMED = {
@@ -16,25 +17,6 @@ _NAMED = {
     torch.layout: "layout",
     torch.memory_format: "memory_format",
 }
-
-
-def tensor_list(*values: Any) -> list[torch.Tensor]:
-    """Return the tensors of arguments or results, in the order of ``tensors_in``.
-
-    A stack instead of nested generators, since this runs several times for each op.
-    """
-    found: list[torch.Tensor] = []
-    stack = list(values)
-    stack.reverse()
-    while stack:
-        value = stack.pop()
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            stack.extend(reversed(value))
-        elif isinstance(value, dict):
-            stack.extend(reversed(value.values()))
-    return found
 
 
 def plain_tensors(*values: Any) -> list[torch.Tensor]:

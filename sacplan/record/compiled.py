@@ -11,7 +11,7 @@ wrapper does that inductor wrote: it allocates, calls kernels and ops, and lets 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -19,7 +19,8 @@ from typing import Any, get_args
 import torch
 
 from sacplan.core.compilation import Backend, Compilation
-from sacplan.core.elements import names_module
+from sacplan.core.elements import outermost
+from sacplan.core.names import matching_modules
 from sacplan.device.devices import DeviceSpec
 from sacplan.errors import TraceError
 from sacplan.record.step import Step
@@ -65,9 +66,9 @@ def _asked_for(asked: CompileModules, model: torch.nn.Module) -> Compilation:
             f"compile= has {', '.join(map(repr, sorted(unknown)))}; known are modules, backend, mode, dynamic, "
             "fullgraph and options, as for torch.compile."
         )
-    return _checked(
-        Compilation(_matching(model, [patterns] if isinstance(patterns, str) else patterns), **given)
-    )
+    names = [fqn for fqn, _ in model.named_modules()]
+    modules = matching_modules(names, [patterns] if isinstance(patterns, str) else patterns, "compile")
+    return _checked(Compilation(modules, **given))
 
 
 def _checked(compilation: Compilation) -> Compilation:
@@ -79,22 +80,6 @@ def _checked(compilation: Compilation) -> Compilation:
     return compilation
 
 
-def _matching(model: torch.nn.Module, patterns: Iterable[str]) -> tuple[str, ...]:
-    names = [fqn for fqn, _ in model.named_modules()]
-    found: dict[str, None] = {}
-    for pattern in patterns:
-        matching = [fqn for fqn in names if names_module(pattern, fqn)]
-        # A star matches dots as well: of nested matches the outer ones are compiled.
-        outer = [fqn for fqn in matching if not any(fqn.startswith(f"{other}.") for other in matching)]
-        if not outer:
-            raise TraceError(
-                f"compile= names {pattern!r}, and no module is called so. Names of this model are "
-                f"{', '.join(map(repr, names[1:6]))}, ...; '' is the model itself."
-            )
-        found.update(dict.fromkeys(outer))
-    return tuple(found)
-
-
 def _compiled_already(model: torch.nn.Module) -> Compilation | None:
     found = {
         fqn: compiled_with(module._compiled_call_impl)
@@ -103,9 +88,7 @@ def _compiled_already(model: torch.nn.Module) -> Compilation | None:
     }
     if not found:
         return None
-    outer = tuple(
-        fqn for fqn in found if not any(o != fqn and (not o or fqn.startswith(f"{o}.")) for o in found)
-    )
+    outer = outermost(found)
     ways = [found[fqn] for fqn in outer]
     if any(way != ways[0] for way in ways):
         raise TraceError(

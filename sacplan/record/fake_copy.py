@@ -25,7 +25,7 @@ from sacplan.errors import TraceError
 from sacplan.record.fake_data import DataRules
 from sacplan.record.fake_values import BATCH
 from sacplan.record.gradient_hooks import copy_gradient_hooks, optimizers_in_backward
-from sacplan.record.host_state import explain_offload, for_fake_steps, stand_in_factory
+from sacplan.record.host_state import for_fake_steps, stand_in_factory
 from sacplan.record.state import reachable
 from sacplan.record.step import check_optimizer, make_optimizer
 from sacplan.record.twin_functions import TwinFunctions
@@ -205,13 +205,7 @@ class FakeCopier:
                     f"{error}. Pass a callable instead: optimizer=lambda params: ..."
                 ) from error
         else:
-            try:
-                made = make_optimizer(stand_in_factory(optimizer), fake_model)
-            except AssertionError as error:
-                explained = explain_offload(error)
-                if explained is None:
-                    raise
-                raise explained from error
+            made = make_optimizer(stand_in_factory(optimizer), fake_model)
         return for_fake_steps(made)
 
 

@@ -232,7 +232,8 @@ class DataRules(KnownValues, Watching):
         if decide is not None and (traits.random or func in CONTENTS_UNDEFINED or not known):
             # Known inputs go before a rule, but for random ops, which would draw from the user's generator, and for
             # ``empty`` and its relatives, whose contents are arbitrary.
-            values, rule = decide(self, args, kwargs, out)
+            with no_dispatch():
+                values, rule = decide(self, args, kwargs, out)
             rules = {rule: None} if rule else {}
         elif (
             not known

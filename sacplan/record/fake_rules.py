@@ -194,7 +194,7 @@ def _grouped_mm(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 # --- ops whose result gets a value by a rule ------------------------------------------------------------
-# Each: (values, args, kwargs, fake result) -> (real values in the result's order, name of the rule).
+# Each: (values, args, kwargs, fake result) -> (real values in the result's order, name of the rule), with no mode on.
 
 CONTENTS_UNDEFINED = frozenset(
     {
@@ -247,8 +247,7 @@ def _chosen(
 ) -> tuple[torch.Tensor, str]:
     """Return which candidates each row chooses, and the rule."""
     worst = values.routing == "worst"
-    with no_dispatch():
-        found = (same_indices if worst else balanced_indices)(shape, dim, candidates)
+    found = (same_indices if worst else balanced_indices)(shape, dim, candidates)
     return found, "worst" if worst else "balanced"
 
 
@@ -272,8 +271,7 @@ def _decide_multinomial(values: KnownValues, args: Any, kwargs: Any, out: Any) -
 def _one_of(values: KnownValues, candidates: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, str]:
     """Return one candidate for each place: as ``_chosen`` with one slot in each row."""
     flat, rule = _chosen(values, (math.prod(shape), 1), -1, candidates)
-    with no_dispatch():
-        return flat.reshape(shape), rule
+    return flat.reshape(shape), rule
 
 
 @assume(aten.argmax.default, aten.argmin.default)
@@ -298,16 +296,8 @@ CHOICES = frozenset(str(op) for op, rule in assume.items() if rule in _CHOOSE)
 
 @assume(aten.sort.default, aten.sort.stable)
 def _decide_sort(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
-    tensor = args[0]
     dim = _argument(args, kwargs, 1, "dim", -1)
-    with no_dispatch():
-        order = torch.arange(_size(tensor, dim))
-        if tensor.dim():
-            order = order.reshape([-1 if i == dim % tensor.dim() else 1 for i in range(tensor.dim())])
-            order = order.expand(tensor.shape).contiguous()
-        else:
-            order = order.reshape(())
-    return (UNKNOWN, order), "in order"
+    return (UNKNOWN, same_indices(tuple(out[1].shape), dim, _size(args[0], dim))), "in order"
 
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -320,21 +310,18 @@ def even_spread(shape: tuple[int, ...]) -> torch.Tensor:
 
 @assume(aten.rand.default, aten.rand.generator, aten.rand_like.default)
 def _decide_rand(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
-    with no_dispatch():
-        return (even_spread(tuple(out.shape)).to(out.dtype),), "even spread"
+    return (even_spread(tuple(out.shape)).to(out.dtype),), "even spread"
 
 
 @assume(aten.randint.default, aten.randint.low)
 def _decide_randint(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     low, high = (args[0], args[1]) if isinstance(args[1], int) else (0, args[0])
-    with no_dispatch():
-        return ((low + even_spread(tuple(out.shape)) * (high - low)).floor().to(out.dtype),), "even spread"
+    return ((low + even_spread(tuple(out.shape)) * (high - low)).floor().to(out.dtype),), "even spread"
 
 
 @assume(aten.randperm.default)
 def _decide_randperm(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
-    with no_dispatch():
-        return (even_spread(tuple(out.shape)).argsort().to(out.dtype),), "even spread"
+    return (even_spread(tuple(out.shape)).argsort().to(out.dtype),), "even spread"
 
 
 @assume(aten.bernoulli.default, aten.bernoulli.p)
@@ -342,8 +329,7 @@ def _decide_bernoulli(values: KnownValues, args: Any, kwargs: Any, out: Any) -> 
     p = values.value(args[0]) if len(args) < 2 else args[1]
     if p is None:  # probabilities that are not known: neither is what is drawn
         return None, ""
-    with no_dispatch():
-        return ((even_spread(tuple(out.shape)) < p).to(out.dtype),), "even spread"
+    return ((even_spread(tuple(out.shape)) < p).to(out.dtype),), "even spread"
 
 
 @assume(*CONTENTS_UNDEFINED)
@@ -352,8 +338,7 @@ def _decide_empty(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tupl
         return None, ""
     # Zeros stand for arbitrary contents, so that a tensor that is filled later in known steps stays known. No rule is
     # noted: reading it before would be an error in the code.
-    with no_dispatch():
-        return (torch.zeros(out.shape, dtype=out.dtype),), ""
+    return (torch.zeros(out.shape, dtype=out.dtype),), ""
 
 
 def _decide_filled(
@@ -363,12 +348,11 @@ def _decide_filled(
     if not values.follows(out):  # no memory is taken for what would be forgotten
         return None, ""
     value = _argument(args, kwargs, position, "fill_value", None) if fill is None else fill
-    with no_dispatch():
-        if fill == 0:
-            # The system gives this memory where it is touched: most is written before, with what is not known.
-            memory = torch.from_numpy(np.zeros(out.numel() * out.element_size(), np.uint8))
-            return (memory.view(out.dtype).view(out.shape),), ""
-        return (torch.full(out.shape, value, dtype=out.dtype),), ""
+    if fill == 0:
+        # The system gives this memory where it is touched: most is written before, with what is not known.
+        memory = torch.from_numpy(np.zeros(out.numel() * out.element_size(), np.uint8))
+        return (memory.view(out.dtype).view(out.shape),), ""
+    return (torch.full(out.shape, value, dtype=out.dtype),), ""
 
 
 def _decide_comparison(
@@ -382,8 +366,7 @@ def _decide_comparison(
     is_zero = isinstance(right, (int, float)) and right == 0
     if not left.dtype.is_floating_point or not (right is left or is_infinite or is_zero):
         return None, ""
-    with no_dispatch():
-        found = torch.full(out.shape, same if right is left else other, dtype=torch.bool)
+    found = torch.full(out.shape, same if right is left else other, dtype=torch.bool)
     return (found,), "not zero" if is_zero else "finite"
 
 
@@ -391,14 +374,12 @@ def _decide_comparison(
 def _decide_every(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     if args[0].dtype != torch.bool:  # the rule is about masks; whether numbers are all nonzero has none
         return None, ""
-    with no_dispatch():
-        return (torch.ones(out.shape, dtype=torch.bool),), "all elements"
+    return (torch.ones(out.shape, dtype=torch.bool),), "all elements"
 
 
 @assume(aten.isnan.default, aten.isinf.default)
 def _decide_not_finite(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
-    with no_dispatch():
-        return (torch.zeros(out.shape, dtype=torch.bool),), "finite"
+    return (torch.zeros(out.shape, dtype=torch.bool),), "finite"
 
 
 for _op, _same, _other in (

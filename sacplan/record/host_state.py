@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 
-from sacplan.errors import TraceError
 from sacplan.torch_compat.distributed_modules import offloaded_parameters, parts_on_host
 from sacplan.torch_compat.local_tensors import local_part
 
@@ -247,14 +246,3 @@ def _bytes_on_host(
     one.step()
     state = [t for _, found in states(one) for v in found.values() for t in plain_parts(v)]
     return sum(t.nbytes for t in (copy, copy.grad, *state))
-
-
-def explain_offload(error: AssertionError) -> TraceError | None:
-    """Return the error for a function that calls torchao's ``CPUOffloadOptimizer`` itself; None for another one."""
-    if not str(error).startswith("CPU Offload currently only supports"):
-        return None
-    return TraceError(
-        "torchao's CPUOffloadOptimizer can only be made on a GPU. Give the class itself, so that its sizes take its "
-        "place: optimizer=functools.partial(CPUOffloadOptimizer, offload_gradients=True), or the name "
-        '"adamw-offload".'
-    )

@@ -42,6 +42,7 @@ import torch
 
 from sacplan.core.program import Event, Op, Phase, StorageKind, Tensor
 from sacplan.torch_compat.autograd import called_by_autograd, current_node_has_edges_to_one_node
+from sacplan.torch_compat.calls import Call
 from sacplan.torch_compat.private import is_dense
 
 _ADD = torch.ops.aten.add.Tensor
@@ -103,22 +104,12 @@ class InPlaceWrites:
         """
         self._deferred = func
 
-    def saw(
-        self,
-        node: int | None,
-        func: Any,
-        args: Sequence[Any],
-        out: Any,
-        op: int,
-        reads: Sequence[int],
-        writes: Sequence[int],
-        n_storages: int,
-    ) -> None:
+    def saw(self, node: int | None, call: Call, index: int, op: Op, n_storages: int) -> None:
         """Note one op of the backward pass.
 
         Args:
             node: sequence number of the autograd node that runs.
-            op, reads, writes: as they are recorded.
+            call, index, op: the call, and the op that was recorded for it.
             n_storages: how many storages there were before the op.
         """
         # Sums wait until it is known whether the engine made them: they are dropped if another op of the same node
@@ -128,14 +119,14 @@ class InPlaceWrites:
             self._node = node
             self._clones.clear()
             self._first_storage = n_storages
-        if func is torch.ops.aten.clone.default:
-            self._clones.update(writes)
+        if call.func is torch.ops.aten.clone.default:
+            self._clones.update(op.writes)
         write = None
-        if func is self._deferred:
+        if call.func is self._deferred:
             self._deferred = None
-        elif func in CANDIDATES and len(writes) == 1 and reads and called_by_autograd():
-            write = self._candidate(func, args, out, op, reads, writes[0])
-        if write is None or func is not _ADD:
+        elif call.func in CANDIDATES and len(op.writes) == 1 and op.reads and called_by_autograd():
+            write = self._candidate(call, index, op)
+        if write is None or call.func is not _ADD:
             self._sums.clear()  # they were the formula's: a node's own op follows
             if write is not None:
                 self._writes.append(write)
@@ -146,30 +137,29 @@ class InPlaceWrites:
         self._writes.extend(self._sums)
         self._sums.clear()
 
-    def _candidate(
-        self, func: Any, args: Sequence[Any], out: Any, op: int, reads: Sequence[int], new: int
-    ) -> _Write | None:
+    def _candidate(self, call: Call, index: int, op: Op) -> _Write | None:
         """Return the write that the plain step does in place of an op, as far as its arguments tell."""
         # Every exit leaves the op as it was recorded, which may be one temporary too many; a wrong candidate would be a
         # peak that is too low. Whether anybody else holds the old storage, ``settle`` finds out from the events.
-        first, old = args[0], reads[0]
+        func, args, out = call.func, call.args, call.returned
+        first, old, new = args[0], op.reads[0], op.writes[0]
         # In place, the result has the layout of the first argument. The engine asks for a dense one (``accumulate`` in
         # input_buffer.cpp).
         if first.shape != out.shape or first.dtype != out.dtype or not is_dense(first.shape, first.stride()):
             return None
         own = old >= self._first_storage  # made by this node
         if func is not _ADD:  # a formula fills only zeros that it has made itself
-            return _Write(op, _FILLS[func], old, new) if own and old not in self._clones else None
+            return _Write(index, _FILLS[func], old, new) if own and old not in self._clones else None
         if (
             len(args) != 2
             or not isinstance(args[1], torch.Tensor)
-            or len(reads) != 2  # a tensor added to itself is referred to twice
+            or len(op.reads) != 2  # a tensor added to itself is referred to twice
             or torch.is_grad_enabled()  # create_graph: the engine then adds out of place
             or first._is_view()  # its base refers to the storage, too, and lives as long
             or (own and not current_node_has_edges_to_one_node())
         ):
             return None
-        return _Write(op, "aten.add_.Tensor", old, new)
+        return _Write(index, "aten.add_.Tensor", old, new)
 
     def settle(
         self,

@@ -30,9 +30,14 @@ import msgspec
 import torch
 
 from sacplan.core.program import ROOT_SCOPE, Event, Op, Phase, Program, StorageKind
+from sacplan.device.cost import fused_ms
+from sacplan.device.devices import DeviceSpec
+from sacplan.device.host_step import rank_step_ms
+from sacplan.device.op_kernels import Call
+from sacplan.device.workspace import formula_bytes, workspace_bytes
 from sacplan.record.again import noted
 from sacplan.record.autograd_nodes import AutogradNodes, KeptNumbers
-from sacplan.record.calls import arguments_of, plain_tensors, tensor_list
+from sacplan.record.calls import arguments_of, plain_tensors
 from sacplan.record.fake_data import DataRules
 from sacplan.record.filled import only_filled
 from sacplan.record.in_place import InPlaceWrites, plain_formulas
@@ -40,7 +45,7 @@ from sacplan.record.in_place_versions import in_place_versions
 from sacplan.record.module_calls import ModuleCalls
 from sacplan.record.regenerated_views import RegeneratedViews
 from sacplan.record.saved_tensors import SavedMode, SavedTensors
-from sacplan.record.seen_ops import SeenOp, SeenOps, SeenOutputs
+from sacplan.record.seen_ops import Figures, SeenOp, SeenOps
 from sacplan.record.settle import settled
 from sacplan.record.storages import Storages
 from sacplan.record.streams import Streams
@@ -60,8 +65,10 @@ from sacplan.torch_compat.ops import (
     is_composite,
     op_traits,
     run_in_parts,
+    tensor_list,
 )
 from sacplan.torch_compat.private import (
+    GENERATOR_STATE_BYTES,
     dispatch_modes,
     noted_generator_states,
     storage_resizes,
@@ -71,7 +78,7 @@ from sacplan.torch_compat.private import (
 # Plain integers, which the event stream is made of.
 _ALLOC, _FREE, _OP = int(Event.ALLOC), int(Event.FREE), int(Event.OP)
 
-NUMBER_BYTES = 8
+_NUMBER_BYTES = 8
 """Size of the tensor that a Python number becomes."""
 
 _LIFTS = torch.ops.aten.lift_fresh.default
@@ -86,28 +93,15 @@ def _reads_a_number(func: Any, read: Sequence[torch.Tensor]) -> bool:
     return func is torch.ops.aten._local_scalar_dense.default and read[0].is_floating_point()
 
 
-def _as_recorded(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int] | None:
-    return None
-
-
 class Recorder(Watching):
     """Context manager: everything dispatched inside becomes a ``Program``.
 
     Args:
-        cost: ``(func, args, kwargs, out) -> (flops, time_ms)`` for each op.
-        workspace: ``(func, args, kwargs, out) -> bytes`` that the kernel allocates inside.
-        formula: the same arguments, for an op that is differentiated: bytes that its backward formula takes beyond its
-            gradients in the plain step, for an incoming gradient that is contiguous and for one that is expanded; or
-            None if the ops that are recorded are those of the plain step.
-        kernel_ms: ``(name, bytes that it moves) -> ms`` of a kernel that the compiler made.
-        host_ms: ``bytes of what it reads and writes -> ms`` of an op that runs on the host.
-        round_bytes: the allocator's granularity.
-        host_bytes: rounds up as the allocator of the host's memory does.
+        spec: the device that the step would run on: its allocator, workspaces and links.
+        cost: FLOPs and time in ms of each call of an op.
         saved: how tensors that autograd saves are treated, see ``saved_tensors.py``.
-        state_bytes: size of a random generator's state where it lies in the device's memory (on a CPU).
-        number_bytes: size of a tensor that autograd makes of a Python number, where it lies in that memory.
-        on_gpu: whether the device has memory of its own, beside which optimizers keep some state in the host's.
-        rules: what knows values of fake tensors; a tensor that is unpacked keeps them.
+        rules: knows values of fake tensors; a tensor that is unpacked keeps them.
+        tensors_only: count nothing that kernels, generators and Python numbers take, as PyTorch's MemTracker does.
 
     Attributes:
         storages, tensors: those that have been seen.
@@ -118,26 +112,21 @@ class Recorder(Watching):
 
     def __init__(
         self,
-        *,
-        cost: Callable[..., tuple[int, float]],
-        workspace: Callable[..., int],
-        formula: Callable[..., tuple[int, int] | None] = _as_recorded,
-        kernel_ms: Callable[[str, int], float] = lambda name, nbytes: 0.0,
-        host_ms: Callable[[int], float] = lambda nbytes: 0.0,
-        round_bytes: int,
+        spec: DeviceSpec,
+        cost: Callable[[Call], tuple[int, float]],
         saved: SavedMode,
-        state_bytes: int = 0,
-        number_bytes: int = 0,
-        host_bytes: Callable[[int], int] | None = None,
-        on_gpu: bool = False,
         rules: DataRules | None = None,
+        *,
+        tensors_only: bool = False,
     ) -> None:
         super().__init__()
+        on_gpu = spec.kind == "cuda" and not tensors_only
+        in_its_memory = (
+            spec.kind == "cpu" and not tensors_only
+        )  # on a GPU numbers and generators are on the host
+        self._spec = spec
         self._cost = cost
-        self._workspace = workspace
-        self._formula = formula
-        self._kernel_ms = kernel_ms
-        self._host_ms = host_ms
+        self._tensors_only = tensors_only
         self._rules = rules
         self._events: list[tuple[int, int]] = []
         self._ops: list[Op] = []
@@ -145,7 +134,7 @@ class Recorder(Watching):
         self._seen: SeenOps | None = None
         self._paused = 0
         self._error: Exception | None = None
-        self.storages = Storages(self._events, self._phase, round_bytes, host_bytes)
+        self.storages = Storages(spec, self._events, self._phase)
         self.tensors = TensorTable()
         self._training = TrainingState(self.storages, self.tensors, lambda: self._paused > 0, on_gpu=on_gpu)
         self._calls = ModuleCalls(
@@ -155,7 +144,7 @@ class Recorder(Watching):
             fail=self._fail,
             track_model=self.track_model,
         )
-        self._numbers = KeptNumbers(self.storages.rounded(number_bytes), self._events, self.storages)
+        self._numbers = KeptNumbers(in_its_memory * spec.round_up(_NUMBER_BYTES), self._events, self.storages)
         self._nodes = AutogradNodes(self._numbers)
         self._in_place = InPlaceWrites()
         self._unseen = UnseenWrites()
@@ -170,7 +159,7 @@ class Recorder(Watching):
             rules=rules,
         )
         self._streams = Streams(self._extend) if on_gpu else None
-        self._state_bytes = self.storages.rounded(state_bytes)
+        self._state_bytes = in_its_memory * spec.round_up(GENERATOR_STATE_BYTES)
         self.storages.is_fake = active_fake_mode() is not None  # what is tracked before the step counts, too
 
     @classmethod
@@ -326,51 +315,41 @@ class Recorder(Watching):
             except Exception as error:
                 self._fail(error)
         kwargs = kwargs or {}
-        key = seen = again = None
-        if self._seen is not None and (key := self._seen.key(func, args, kwargs)) is not None:
-            seen = self._seen.get(key)
-            again = self._seen.outputs(func, key) if seen is None else seen.outputs
+        seen = None if self._seen is None else self._seen.look_up(func, args, kwargs)
         given: tuple[int, ...] = ()
-        if key is None and not self._paused and op_traits(func).resizes:
+        if seen is None and not self._paused and op_traits(func).resizes:
             # Before the op runs, which may change the shapes of what it is given.
             taken = plain_tensors(args, kwargs)
             given = self.tensors.indices(taken, [self.storages.of(t) for t in taken], None)
         # The op's own errors come through here. Those of our bookkeeping, below, are kept for the exit: where autograd
         # called the op from C++, an exception may end the interpreter.
-        out = func(*args, **kwargs) if self._seen is None or again is None else self._seen.make(again, args)
+        known = None if seen is None else seen.outputs
+        out = func(*args, **kwargs) if known is None or self._seen is None else self._seen.make(known, args)
+        call = Call(func, args, kwargs, out)
         try:
             if not self._paused:
-                self._record(func, args, kwargs, out, given, key, seen, again)
-            elif key is not None and seen is None:
+                self._record(call, given, seen, is_made=known is not None)
+            elif seen is not None:
                 # Not recorded, but remembered: an optimizer's step that only makes its state runs the ops of the next.
-                self._figures(func, args, kwargs, out, key, again)
+                self._figures(call, seen)
         except Exception as error:
             self._fail(error)
         return out
 
-    def _figures(
-        self, func: Any, args: Any, kwargs: Any, out: Any, key: Any, again: SeenOutputs | None
-    ) -> SeenOp:
-        """Work out what an op costs, and remember it with its outputs where ``key`` says what these depend on."""
-        flops, time_ms = self._cost(func, args, kwargs, out)
-        workspace_bytes = self.storages.rounded(self._workspace(func, args, kwargs, out))
-        seen = SeenOp(flops, time_ms, workspace_bytes, arguments_of(args, kwargs))
-        if key is not None and self._seen is not None:
-            seen.outputs = again or self._seen.observed(func, key, args, kwargs, out)
-            self._seen.remember(key, seen)
-        return seen
+    def _figures(self, call: Call, seen: SeenOp | None) -> Figures:
+        """Return what an op costs. One that is looked up remembers that, and how its outputs are made."""
+        if seen is not None and seen.figures is not None:
+            return seen.figures
+        flops, time_ms = self._cost(call)
+        inside = 0 if self._tensors_only else workspace_bytes(self._spec, call)
+        figures = Figures(flops, time_ms, self._spec.round_up(inside), arguments_of(call.args, call.kwargs))
+        if seen is not None and self._seen is not None:
+            seen.figures = figures
+            self._seen.observe(seen, call)
+        return figures
 
-    def _record(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        out: Any,
-        given: tuple[int, ...],
-        key: Any,
-        seen: SeenOp | None,
-        again: SeenOutputs | None,
-    ) -> None:
+    def _record(self, call: Call, given: tuple[int, ...], seen: SeenOp | None, *, is_made: bool) -> None:
+        func, args, kwargs, out = call.func, call.args, call.kwargs, call.returned
         # The order matters: written storages and inputs are numbered before outputs are, so that an output on a storage
         # that is not known yet is one that the op made. ``n_storages`` is taken before all of them.
         traits = op_traits(func)
@@ -379,17 +358,17 @@ class Recorder(Watching):
         compiled = inductor.in_compiled_graph()
         written = plain_tensors(traits.written(args, kwargs)) if traits.written_names and not compiled else ()
         mutates = tuple(dict.fromkeys(map(self.storages.of, written)))
-        if key is None:  # an op that can be looked up resizes nothing (``SeenOps``)
+        if seen is None:  # an op that can be looked up resizes nothing (``SeenOps``)
             for t in written:
                 self.storages.resized(t.untyped_storage())
         # An op that can be looked up takes plain tensors only (``SeenOps``).
-        taken = plain_tensors(args, kwargs) if key is None else tensor_list(args, kwargs)
+        taken = plain_tensors(args, kwargs) if seen is None else tensor_list(args, kwargs)
         taken_on, lent = self.storages.taken(taken, lifts=func is _LIFTS)
         lent |= func is ZERO_TENSOR
-        if key is None and self.storages.is_fake and func is not _LIFTS:
+        if seen is None and self.storages.is_fake and func is not _LIFTS:
             self.storages.know_copies(func, taken, taken_on, out)
         outputs = tensor_list(out)
-        made = outputs if again is not None else plain_tensors(outputs)
+        made = outputs if is_made else plain_tensors(outputs)
         host_bytes = self.storages.host_bytes_of(taken, taken_on) if func is not TO_DEVICE else 0
         made_on, writes = self.storages.made(made, lent, func is TO_HOST or host_bytes > 0)
         phase = self._phase()
@@ -397,32 +376,29 @@ class Recorder(Watching):
         if not outputs and not mutates and not reads_number:
             return  # a metadata query
         index = noted.latest = len(self._ops)
-        if seen is None:
-            seen = self._figures(func, args, kwargs, out, key, again)
+        figures = self._figures(call, seen)
         scope = self._scope(phase)
         running = self._nodes.running if phase is Phase.BACKWARD else None
         given_bytes = self._numbers.given_bytes(running, func, args)
         if not reads_number:  # autograd makes no node for it, and the op behind has the same sequence number
             self._nodes.ran(func, index)
-        tensors = self.tensors.indices(
-            (*taken, *made), (*taken_on, *made_on), seen if key is not None else None
-        )
+        tensors = self.tensors.indices((*taken, *made), (*taken_on, *made_on), seen)
         # In place, the tensor must be what another op made, so that it can be made again up to this version. Out of
         # place, all results must be new.
         if traits.in_place:
             replayable = self.storages.is_as_made(args[0], mutates)
         else:
             replayable = bool(writes) and len(made) == len(outputs) and all(s in writes for s in made_on)
-        time_ms = self._host_ms(host_bytes) if host_bytes else seen.time_ms
+        time_ms = rank_step_ms(host_bytes) if host_bytes else figures.time_ms
         if self._streams is not None:
-            time_ms = self._streams.ran(index, func, args, kwargs, time_ms, (*taken_on, *mutates), writes)
+            time_ms = self._streams.ran(index, call, time_ms, (*taken_on, *mutates), writes)
         op = Op(
             name=traits.name,
             phase=phase,
             scope=scope,
             time_ms=time_ms,
-            flops=seen.flops,
-            workspace_bytes=0 if host_bytes else seen.workspace_bytes - given_bytes,
+            flops=figures.flops,
+            workspace_bytes=0 if host_bytes else figures.workspace_bytes - given_bytes,
             reads=_read(traits, args, taken, taken_on),
             writes=tuple(writes),
             mutates=mutates,
@@ -433,7 +409,7 @@ class Recorder(Watching):
             state_bytes=self._state_bytes if draws_numbers(func, args, kwargs) else 0,
             inputs=given or tensors[: len(taken)],
             outputs=tensors[len(taken) :],
-            arguments=seen.arguments,
+            arguments=figures.arguments,
             forward_of=self._nodes.forward_op() if phase is Phase.BACKWARD else -1,
             recomputes=self._recomputes(traits.name),
         )
@@ -444,15 +420,15 @@ class Recorder(Watching):
         if phase is Phase.FORWARD or (torch.is_grad_enabled() and called_by_checkpoint()):
             self._numbers.keep(func, args, outputs)
         if phase is Phase.BACKWARD:
-            self._in_place.saw(self._nodes.running, func, args, out, index, op.reads, op.writes, n_storages)
+            self._in_place.saw(self._nodes.running, call, index, op, n_storages)
         elif phase is Phase.FORWARD:
             for lost in self._unseen.lost(taken, taken_on):
                 self._ops[lost] = msgspec.structs.replace(self._ops[lost], recomputable=False)
             if op.recomputable:
                 self._unseen.wrote(index, made, made_on, in_place=traits.in_place)
-            inside = self._formula(func, args, kwargs, out)
+            inside = None if self._tensors_only else formula_bytes(self._spec, call)
             if inside is not None:
-                self._formulas[index] = self.storages.rounded(inside[0]), self.storages.rounded(inside[1])
+                self._formulas[index] = self._spec.round_up(inside[0]), self._spec.round_up(inside[1])
             if self.storages.is_fake:
                 self._regenerated.saw(func, taken, made, writes=bool(mutates))
 
@@ -486,7 +462,7 @@ class Recorder(Watching):
             name=f"inductor.{name}",
             phase=phase,
             scope=self._scope(phase),
-            time_ms=self._kernel_ms(name, nbytes),
+            time_ms=fused_ms(self._spec, name, nbytes),
             flops=0,
             workspace_bytes=0,
             reads=tuple(dict.fromkeys(on)),

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from sacplan.core.program import Op, Phase, Program
@@ -19,8 +20,14 @@ from sacplan.core.rewriting import Indices, PatchBuilder
 from sacplan.device.cost import CostModel
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.kernels import fake_device
-from sacplan.record.device_recorder import device_recorder
+from sacplan.record.recorder import Recorder
 from sacplan.torch_compat.fake_tensors import FakeTensorMode, fake_empty_strided
+
+_WITHOUT_CALL: dict[str, Any] = {
+    "recomputable": False, "state_bytes": 0, "replaces": -1, "inputs": (), "outputs": (), "arguments": "[[],{}]",
+    "forward_of": -1, "recomputes": -1,
+}  # fmt: skip
+"""Fields of an op that refer to the call, or to ops of the program that it was rehearsed in."""
 
 
 @dataclass(slots=True)
@@ -53,7 +60,7 @@ class Rehearsal:
     def __init__(self, program: Program, device: DeviceSpec) -> None:
         self.program = program
         self.known: dict[int, int] = {}
-        self._recorder = device_recorder(device, _costs(device).cost, "observe")
+        self._recorder = Recorder(device, _costs(device).cost, "observe")
         self.device = device
         self._tensors: list[torch.Tensor] = []  # alive, so that nothing that is given is freed
         self._mode: FakeTensorMode | None = None  # while it runs
@@ -109,22 +116,7 @@ class Rehearsal:
         """Put ops that were seen into a program, and return their events; new storages are added to it."""
         storage = draft.numbering(self.known, self._recorder.storages.nbytes)
         # A plan names call sites of the model, and these ops have none, so none of them may run again.
-        ops = [
-            Op(
-                op.name,
-                phase,
-                scope,
-                op.time_ms,
-                op.flops,
-                op.workspace_bytes,
-                op.reads,
-                op.writes,
-                op.mutates,
-                False,
-                runs=op.runs,
-            )
-            for op in seen.ops
-        ]
+        ops = [msgspec.structs.replace(op, phase=phase, scope=scope, **_WITHOUT_CALL) for op in seen.ops]
         return draft.put(seen.events, ops, Indices(storage))
 
 

@@ -19,7 +19,7 @@ So whatever a fake kernel reads, other than its arguments, has to be in ``_here`
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sacplan.device.kernels import active_device
 from sacplan.record.fake_data import DataRules
+from sacplan.torch_compat.calls import Call
 from sacplan.torch_compat.fake_kernels import entered_kernels
 from sacplan.torch_compat.fake_tensors import FIRST_ARGUMENT, fake_device_of, fake_tensors
 from sacplan.torch_compat.local_tensors import is_deferred
@@ -84,22 +85,30 @@ def _kept_here() -> dict[Any, SeenOutputs]:
     return _kept.setdefault(_here(), {})
 
 
-@dataclass(eq=False)
-class SeenOp:
-    """The figures of an op on arguments of one layout, and how to make its outputs.
-
-    Attributes:
-        flops, time_ms, workspace_bytes, arguments: as in ``Op``.
-        layouts: of its tensors, inputs before outputs; numbers of the recorder's, None until it has seen one call.
-        outputs: None where they cannot be made from layouts.
-    """
+class Figures(NamedTuple):
+    """``flops``, ``time_ms``, ``workspace_bytes`` and ``arguments`` of an ``Op``."""
 
     flops: int
     time_ms: float
     workspace_bytes: int
     arguments: str
+
+
+@dataclass(eq=False)
+class SeenOp:
+    """What one trace knows of an op on arguments of one layout.
+
+    Attributes:
+        key: see ``SeenOps.key``.
+        figures: None until it has run.
+        layouts: of its tensors, inputs before outputs; numbers of the recorder's, None until it has seen one call.
+        outputs: None where they cannot be made from layouts, or it has not run.
+    """
+
+    key: Any
+    outputs: SeenOutputs | None
+    figures: Figures | None = None
     layouts: tuple[int, ...] | None = None
-    outputs: SeenOutputs | None = None
 
 
 class SeenOps:
@@ -190,38 +199,36 @@ class SeenOps:
                 return False
         return True
 
-    def get(self, key: Any) -> SeenOp | None:
-        """Return the entry of a key; None if this trace has not had the op."""
-        return self._seen.get(key)
+    def look_up(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SeenOp | None:
+        """Return the entry of an op, a new one if this trace has not had it; None if the op takes the long way."""
+        key = self.key(func, args, kwargs)
+        if key is None:
+            return None
+        found = self._seen.get(key)
+        if found is None:
+            kept = self._kept.get(key)  # of an earlier trace
+            found = self._seen[key] = SeenOp(key, kept if kept is not None and kept.func is func else None)
+        return found
 
-    def outputs(self, func: Any, key: Any) -> SeenOutputs | None:
-        """Return how an earlier trace made the outputs of an op that this one has not had; None if none has."""
-        found = self._kept.get(key)
-        return found if found is not None and found.func is func else None
-
-    def remember(self, key: Any, seen: SeenOp) -> None:
-        """Keep the figures and the outputs of an op for this trace."""
-        self._seen[key] = seen
-
-    def observed(
-        self, func: Any, key: Any, args: tuple[Any, ...], kwargs: Any, out: Any
-    ) -> SeenOutputs | None:
-        """Keep what an op has returned if it can be made again from layouts alone; None if not."""
+    def observe(self, seen: SeenOp, call: Call) -> None:
+        """Keep what an op has returned, if it can be made again from layouts alone."""
+        if seen.outputs is not None:
+            return
+        args, out = call.args, call.returned
         kind = type(out)
         wrap = kind if kind is tuple or kind is list else None
         values = out if wrap is not None else (out,)
-        inputs = {storage_key(t.untyped_storage()) for t in tensors_in((args, kwargs))}
+        inputs = {storage_key(t.untyped_storage()) for t in tensors_in((args, call.kwargs))}
         base = storage_key(args[0].untyped_storage()) if args and type(args[0]) is FakeTensor else None
         layouts = []
         for v in values:
             layout = self._layout(v, args, inputs, base)
             if layout is _UNLIKE:
-                return None  # only the figures are looked up
+                return  # only the figures are looked up
             layouts.append(layout)
-        outputs = self._kept[key] = SeenOutputs(func, layouts, wrap)
-        return outputs
+        seen.outputs = self._kept[seen.key] = SeenOutputs(call.func, layouts, wrap)
 
-    def _layout(self, v: Any, args: tuple[Any, ...], inputs: set[int], base: int | None) -> Any:
+    def _layout(self, v: Any, args: Sequence[Any], inputs: set[int], base: int | None) -> Any:
         """Return how to make one output; ``_UNLIKE`` unless it is new, a view of the first argument, or that itself."""
         if type(v) in _VALUES:
             return v
@@ -267,11 +274,10 @@ class LookingUp(TorchDispatchMode):
         if is_deferred(types):
             return NotImplemented
         kwargs = kwargs or {}
-        key = self._seen.key(func, args, kwargs)
-        again = None if key is None else self._seen.outputs(func, key)
-        if again is not None:
-            return self._seen.make(again, args)
+        seen = self._seen.look_up(func, args, kwargs)
+        if seen is not None and seen.outputs is not None:
+            return self._seen.make(seen.outputs, args)
         out = func(*args, **kwargs)
-        if key is not None:
-            self._seen.observed(func, key, args, kwargs, out)
+        if seen is not None:
+            self._seen.observe(seen, Call(func, args, kwargs, out))
         return out

@@ -305,7 +305,7 @@ class Snapshot:
         version = None if t.is_inference() or not strided else t._version
 
         def restore() -> None:
-            if not strided or not _same_metadata(t, alias):
+            if not strided or _layout_of(t) != _layout_of(alias):
                 t.data = alias
             if version is not None:
                 # In-place writes of the step have raised it. A graph that saved the tensor before would refuse it.
@@ -340,15 +340,8 @@ def _call(function: Callable[..., Any], *args: Any) -> None:
     function(*args)
 
 
-def _same_metadata(t: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        t.dtype == other.dtype
-        and t.device == other.device
-        and t.shape == other.shape
-        and t.stride() == other.stride()
-        and t.storage_offset() == other.storage_offset()
-        and storage_key(t.untyped_storage()) == storage_key(other.untyped_storage())
-    )
+def _layout_of(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.dtype, t.device, t.shape, t.stride(), t.storage_offset(), storage_key(t.untyped_storage())
 
 
 def _is_followed(cls: type) -> bool:

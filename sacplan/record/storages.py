@@ -15,10 +15,12 @@ from typing import Any
 import torch
 
 from sacplan.core.program import Event, Phase, StorageKind
-from sacplan.record.calls import plain_tensors, tensor_list
+from sacplan.device.devices import DeviceSpec
+from sacplan.record.calls import plain_tensors
 from sacplan.torch_compat.fake_tensors import FakeTensor
 from sacplan.torch_compat.host_memory import is_for_host
 from sacplan.torch_compat.local_tensors import local_part
+from sacplan.torch_compat.ops import tensor_list
 from sacplan.torch_compat.private import counts_writes_of, is_plain, storage_key, without_torch_functions
 
 _ALLOC, _FREE, _RESIZE = int(Event.ALLOC), int(Event.FREE), int(Event.RESIZE)
@@ -28,10 +30,9 @@ class Storages:
     """All storages that a recorder has seen.
 
     Args:
+        spec: whose allocators round sizes up.
         events: the recorder's.
         phase: tells the phase that runs now.
-        round_bytes: the allocator's granularity.
-        host_bytes: rounds up as the allocator of the host's memory does; by default as that of the device.
 
     Attributes:
         ids: storage key to storage, for those that are alive. Tensors that autograd unpacks are entered under the
@@ -45,13 +46,7 @@ class Storages:
         on_host: storages of shards in the host's memory, and of what is computed with them there. They count 0 bytes.
     """
 
-    def __init__(
-        self,
-        events: list[tuple[int, int]],
-        phase: Callable[[], Phase],
-        round_bytes: int,
-        host_bytes: Callable[[int], int] | None = None,
-    ) -> None:
+    def __init__(self, spec: DeviceSpec, events: list[tuple[int, int]], phase: Callable[[], Phase]) -> None:
         self.ids: dict[int, int] = {}
         self.nbytes: list[int] = []
         self.kinds: list[StorageKind | None] = []
@@ -63,8 +58,8 @@ class Storages:
         self.is_fake = False
         self._events = events
         self._phase = phase
-        self._round = max(1, round_bytes)
-        self._host_bytes = host_bytes or self.rounded
+        self._rounded = spec.round_up
+        self._host_bytes = spec.host_bytes
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._makers_output: dict[int, weakref.ref[torch.Tensor]] = {}  # what the op that made it returned
         self._names: dict[int, set[str]] = {}  # of parameters and buffers, by key
@@ -73,15 +68,11 @@ class Storages:
         self._real: set[int] = set()  # storages of real tensors that a fake step was seen to read
         self._copies: dict[int, weakref.ref[Any]] = {}  # by key, storages that count as another one
 
-    def rounded(self, nbytes: int) -> int:
-        """Round up as the allocator does."""
-        return -(-nbytes // self._round) * self._round
-
     @without_torch_functions
     def bytes_of(self, value: Any) -> int:
         """Return the rounded bytes of the tensors in a value; of a DTensor its local part counts."""
         parts = map(local_part, tensor_list(value))
-        return sum(self.rounded(t.numel() * t.element_size()) for t in parts)
+        return sum(self._rounded(t.numel() * t.element_size()) for t in parts)
 
     def restart(self) -> None:
         """Begin a new record: what is alive now is what the step begins with."""
@@ -261,7 +252,7 @@ class Storages:
         key = storage_key(storage)
         raw = storage.nbytes()
         # In a real step autograd's zero tensors have their shapes inferred on the meta device.
-        nbytes = self.rounded(raw) if self.is_fake or storage.device.type != "meta" else 0
+        nbytes = self._rounded(raw) if self.is_fake or storage.device.type != "meta" else 0
         if is_for_host(storage):
             nbytes, kind = self._host_bytes(raw), StorageKind.HOST
         index = self.ids[key] = self.add_unseen(nbytes, kind)
@@ -287,7 +278,7 @@ class Storages:
         # The storage itself, and not one that counts as it, such as that of a tensor that autograd has unpacked.
         if ref is None or ref() is not storage or n_bytes == self._raw[index]:
             return
-        size = self._host_bytes if self.kinds[index] is StorageKind.HOST else self.rounded
+        size = self._host_bytes if self.kinds[index] is StorageKind.HOST else self._rounded
         before, after = size(self._raw[index]), size(n_bytes)
         self._raw[index] = n_bytes
         if before and not self.nbytes[index]:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from sacplan.torch_compat.calls import Call
 from sacplan.torch_compat.host_memory import TO_DEVICE, TO_HOST
 from sacplan.torch_compat.ops import is_between_ranks
 from sacplan.torch_compat.private import group_of, replaced
@@ -73,29 +74,19 @@ class Streams(ExitStack):
         if stream is self.default and op >= 0:
             self._extend(op, exposed)
 
-    def ran(
-        self,
-        index: int,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        ms: float,
-        used: Iterable[int],
-        made: Iterable[int],
-    ) -> float:
+    def ran(self, index: int, call: Call, ms: float, used: Sequence[int], made: Iterable[int]) -> float:
         """Note that an op ran on the current stream, and return what counts as its own time.
 
         ``used`` are the storages of its arguments, ``made`` those that it made.
         """
-        stream = torch.cpu.current_stream()
-        used = tuple(used)
+        stream, func = torch.cpu.current_stream(), call.func
         if number := self._numbers.setdefault(stream, len(self._numbers)):
             self.side.update(dict.fromkeys(made, number))
         for storage in used:
             if storage in self._pending:
                 self.wait(stream, *self._pending.pop(storage))
         before = self._now[stream]
-        group = group_of(func, args, kwargs) if is_between_ranks(func) and ms else None
+        group = group_of(func, call.args, call.kwargs) if is_between_ranks(func) and ms else None
         if group is not None or stream not in self._last:
             self._last[stream] = index
         end = max(before, self._now[group] if group is not None else 0.0) + ms
@@ -105,7 +96,7 @@ class Streams(ExitStack):
                 self._pending.update(dict.fromkeys((*used, *made), (end, index)))
                 return 0.0
         self._now[stream] = end
-        if func in (TO_DEVICE, TO_HOST) and args[1]:
+        if func in (TO_DEVICE, TO_HOST) and call.args[1]:
             exposed = max(0.0, end - self._now[self.default])
             self._now[self.default] += exposed
             return exposed

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from sacplan.errors import SacplanWarning, TraceError
 from sacplan.record.state import reachable, variables_of
 from sacplan.torch_compat.fake_tensors import FakeTensor, FakeTensorMode
+from sacplan.torch_compat.local_tensors import local_part
 from sacplan.torch_compat.private import replaced
 
 
@@ -174,23 +175,8 @@ def _changed(now: Any, before: dict[Any, Any], mode: FakeTensorMode) -> list[Any
 
 def _holds(value: Any, mode: FakeTensorMode) -> bool:
     """Whether a value, its items or the attributes of its objects hold a fake tensor of this mode."""
-    # Classes, modules and functions are not entered: through their globals they lead to everything.
-    seen: set[int] = set()
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, FakeTensor):
-            if item.fake_mode is mode:
-                return True
-        elif id(item) not in seen and not isinstance(item, (type, types.ModuleType, types.FunctionType)):
-            seen.add(id(item))
-            if isinstance(item, dict):
-                pending.extend(dict.values(item))
-            elif isinstance(item, (*_CONTAINERS, tuple)):
-                pending.extend(item)
-            else:
-                pending.extend(getattr(item, "__dict__", {}).values())
-    return False
+    tensors = (local_part(v) for v in reachable(value) if isinstance(v, torch.Tensor))
+    return any(isinstance(t, FakeTensor) and t.fake_mode is mode for t in tensors)
 
 
 def _take_out(mode: FakeTensorMode) -> list[str]:

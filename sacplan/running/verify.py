@@ -20,7 +20,7 @@ from sacplan.errors import PlanError, SumOfOutputsWarning
 from sacplan.planning.limits import OF_DEVICE
 from sacplan.planning.plan import Plan, PlanOrPath
 from sacplan.profiling.remarks import adamw_state_bytes, summed_outputs, without_optimizer
-from sacplan.profiling.tracing import check_runs_here, trace_step
+from sacplan.profiling.tracing import StepRequest, check_runs_here, trace_step
 from sacplan.record.compiled import really_compiled
 from sacplan.record.limits import explained_limits
 from sacplan.record.state import held_by_function, preserved_rng, preserved_state
@@ -203,12 +203,12 @@ def _verify_fake(
     model: torch.nn.Module, batch: Any, plan: Plan, loss_fn: LossFn | None, optimizer: Any, steps: int
 ) -> Verification:
     applied = _Applied(plan)
-    seen = trace_step(
+    seen = trace_step(StepRequest(
         model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
         mode=plan.provenance.mode, prepare=applied,
         saved="observe", ranks=plan.ranks, accumulation_steps=steps,
         routing=plan.fingerprint.setup.routing, compiled=plan.fingerprint.setup.compiled,
-    )  # fmt: skip
+    ))  # fmt: skip
     return Verification(
         peak_bytes=seen.peak_bytes,
         predicted_peak_bytes=plan.peak_bytes,

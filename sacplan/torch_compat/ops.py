@@ -381,8 +381,27 @@ def is_ordinary_tensor(t: torch.Tensor) -> bool:
     return is_plain(t) and not (t.is_inference() or t.is_nested or t.is_quantized)
 
 
+def tensor_list(*values: Any) -> list[torch.Tensor]:
+    """Return the tensors in arguments or results, in order: nested tuples, lists and dicts.
+
+    A stack instead of nested generators, since this runs several times for each op.
+    """
+    found: list[torch.Tensor] = []
+    stack = list(values)
+    stack.reverse()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            stack.extend(reversed(value))
+        elif isinstance(value, dict):
+            stack.extend(reversed(value.values()))
+    return found
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an argument or a result: nested tuples, lists and dicts."""
+    """Yield the tensors in an argument or a result, in the order of ``tensor_list``: for those who may stop early."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

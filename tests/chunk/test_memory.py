@@ -13,7 +13,7 @@ import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from sacplan.core.decisions import Chunk
 from sacplan.profiling.profile import Profile
-from sacplan.profiling.tracing import trace_step
+from sacplan.profiling.tracing import StepRequest, trace_step
 from sacplan.record.step import Step
 from sacplan.running.measure import measured_step
 from sacplan.techniques.chunk.executor.install import InstalledChunks
@@ -39,7 +39,7 @@ def fake(model: nn.Module, batch: torch.Tensor, decisions: list[Chunk], device: 
         "prepare": prepare if decisions else None,
         "saved": "observe" if decisions else "virtual",
     }
-    seen = trace_step(model, batch, loss_fn, None, device, "cost-model", "fake", **how)
+    seen = trace_step(StepRequest(model, batch, loss_fn, None, device, "cost-model", "fake", **how))
     assert all(not installed.differences for installed in found)
     return seen
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sacplan
-from sacplan.profiling.tracing import trace_step
+from sacplan.profiling.tracing import StepRequest, trace_step
 from sacplan.techniques.chunk.entries import loss_chunks
 from sacplan.techniques.chunk.executor.install import InstalledChunks
 from sacplan.techniques.registry import rewritten
@@ -102,10 +102,10 @@ def test_random_heads(device: str, ops: list[str], loss: str, rows: int, length:
     expected = gradients(model, x, loss_fn)
     for chunk in found.chunks[:3]:
         predicted = rewritten(profile.program, (chunk,), profile.spec)
-        seen = trace_step(
+        seen = trace_step(StepRequest(
             model, x, loss_fn, None, device, "cost-model", "fake",
             prepare=lambda fake, chunk=chunk: InstalledChunks(fake, [chunk]), saved="observe",
-        )  # fmt: skip
+        ))  # fmt: skip
         assert predicted.footprint.peak_bytes == seen.peak_bytes, chunk
         assert predicted.step_ms == pytest.approx(seen.program.step_ms, rel=1e-9), chunk
         installed = InstalledChunks(model, [chunk])

@@ -141,7 +141,7 @@ def test_a_dry_run_leaves_the_model_as_it_was() -> None:
     ("compile", "says"),
     [
         ({"backend": "cudagraphs"}, "backend 'cudagraphs'"),
-        (["blocks.*"], "'blocks.\\*', and no module"),
+        (["blocks.*"], r"compile: no module matches 'blocks\.\*'"),
         ({"backends": "inductor"}, "'backends'; known are modules, backend"),
     ],
 )

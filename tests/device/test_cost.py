@@ -12,9 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from sacplan.device.cost import CostModel, op_bytes, op_flops
+from sacplan.device.cost import CostModel, op_bytes
 from sacplan.device.devices import resolve_device
+from sacplan.device.flops import op_flops
 from sacplan.device.kernels import fake_device
+from sacplan.device.op_kernels import Call
 
 aten = torch.ops.aten
 H100 = resolve_device("h100")
@@ -30,7 +32,7 @@ class Costs(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        flops, ms = self.model.cost(func, args, kwargs or {}, out)
+        flops, ms = self.model.cost(Call(func, args, kwargs or {}, out))
         self.flops += flops
         self.ms += ms
         self.ops.append((func, flops, ms))
@@ -80,22 +82,22 @@ def test_cpu_flash_attention_counts(heads_k: int) -> None:
 
 def test_grouped_mm_flops() -> None:
     a, b = torch.empty(12, 8), torch.empty(3, 8, 5)
-    assert op_flops(aten._grouped_mm.default, (a, b), {}, torch.empty(12, 5)) == 2 * 12 * 8 * 5
-    assert op_flops(aten._grouped_mm.default, (a.t(), torch.empty(12, 5)), {}, b) == 2 * 12 * 8 * 5
+    assert op_flops(Call(aten._grouped_mm.default, (a, b), {}, torch.empty(12, 5))) == 2 * 12 * 8 * 5
+    assert op_flops(Call(aten._grouped_mm.default, (a.t(), torch.empty(12, 5)), {}, b)) == 2 * 12 * 8 * 5
 
 
 def test_matmul_time_is_the_roofline() -> None:
     n = 8192
     a = torch.empty(n, n, dtype=torch.bfloat16, device="meta")
     flops = 2 * n**3
-    assert op_flops(aten.mm.default, (a, a), {}, a) == flops
+    assert op_flops(Call(aten.mm.default, (a, a), {}, a)) == flops
     launch = H100.kernel_launch_us * 1e-3
     want = flops / (989.5e12 * H100.compute_efficiency * H100.sustained_share) * 1e3 + launch
-    assert CostModel(H100).cost(aten.mm.default, (a, a), {}, a)[1] == pytest.approx(want)
+    assert CostModel(H100).cost(Call(aten.mm.default, (a, a), {}, a))[1] == pytest.approx(want)
 
     f = a.float()
     for tf32, peak in ((False, 67e12), (True, 494.5e12)):
-        _, ms = CostModel(H100, tf32=tf32).cost(aten.mm.default, (f, f), {}, f)
+        _, ms = CostModel(H100, tf32=tf32).cost(Call(aten.mm.default, (f, f), {}, f))
         assert ms == pytest.approx(
             flops / (peak * H100.compute_efficiency * H100.sustained_share) * 1e3 + launch
         )
@@ -103,11 +105,11 @@ def test_matmul_time_is_the_roofline() -> None:
 
 def test_tf32_follows_torch() -> None:
     f = torch.empty(4096, 4096, device="meta")
-    slow = CostModel(H100).cost(aten.mm.default, (f, f), {}, f)[1]
+    slow = CostModel(H100).cost(Call(aten.mm.default, (f, f), {}, f))[1]
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        fast = CostModel(H100).cost(aten.mm.default, (f, f), {}, f)[1]
+        fast = CostModel(H100).cost(Call(aten.mm.default, (f, f), {}, f))[1]
     finally:
         torch.set_float32_matmul_precision(before)
     assert fast < slow / 4
@@ -116,23 +118,23 @@ def test_tf32_follows_torch() -> None:
 def test_peak_is_that_of_the_matrix_operands() -> None:
     bias = torch.empty(4096, device="meta")
     a = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta")
-    _, mixed = CostModel(H100, tf32=False).cost(aten.addmm.default, (bias, a, a), {}, a)
-    _, plain = CostModel(H100, tf32=False).cost(aten.mm.default, (a, a), {}, a)
+    _, mixed = CostModel(H100, tf32=False).cost(Call(aten.addmm.default, (bias, a, a), {}, a))
+    _, plain = CostModel(H100, tf32=False).cost(Call(aten.mm.default, (a, a), {}, a))
     assert mixed == pytest.approx(plain, rel=1e-3)
 
 
 def test_bytes() -> None:
     x = torch.empty(100, 10)
     row = torch.empty(10).expand(100, 10)
-    assert op_bytes(aten.add.Tensor, (x, x), {}, x) == 3 * 4000
-    assert op_bytes(aten.add.Tensor, (x, row), {}, x) == 2 * 4000 + 40
-    assert op_bytes(aten.zero_.default, (x,), {}, x) == 4000
-    assert op_bytes(aten.copy_.default, (x, x.half()), {}, x) == 4000 + 2000
-    assert op_bytes(aten.gt.Scalar, (x, 0), {}, x > 0) == 4000 + 1000
+    assert op_bytes(Call(aten.add.Tensor, (x, x), {}, x)) == 3 * 4000
+    assert op_bytes(Call(aten.add.Tensor, (x, row), {}, x)) == 2 * 4000 + 40
+    assert op_bytes(Call(aten.zero_.default, (x,), {}, x)) == 4000
+    assert op_bytes(Call(aten.copy_.default, (x, x.half()), {}, x)) == 4000 + 2000
+    assert op_bytes(Call(aten.gt.Scalar, (x, 0), {}, x > 0)) == 4000 + 1000
     table, index = torch.empty(10_000, 10), torch.zeros(7, dtype=torch.long)
-    assert op_bytes(aten.embedding.default, (table, index), {}, torch.empty(7, 10)) == 280 + 56 + 280
-    assert op_bytes(aten._foreach_add_.Scalar, ([x, x], 1.0), {}, None) == 2 * 8000
-    assert op_bytes(aten.sum.default, (torch.empty(0),), {}, torch.empty(())) == 4
+    assert op_bytes(Call(aten.embedding.default, (table, index), {}, torch.empty(7, 10))) == 280 + 56 + 280
+    assert op_bytes(Call(aten._foreach_add_.Scalar, ([x, x], 1.0), {}, None)) == 2 * 8000
+    assert op_bytes(Call(aten.sum.default, (torch.empty(0),), {}, torch.empty(()))) == 4
 
 
 def test_views_and_queries_are_free() -> None:
@@ -147,10 +149,10 @@ def test_views_and_queries_are_free() -> None:
         (aten.split.Tensor, (x, 2), x.split(2)),
         (torch.ops.prim.device.default, (x,), x.device),
     ):
-        assert CostModel(H100).cost(func, args, {}, out) == (0, 0.0), func
-        assert op_bytes(func, args, {}, out) == 0
-    assert CostModel(H100).cost(aten.clone.default, (x,), {}, x)[1] > 0
-    assert CostModel(H100).cost(aten.add_.Tensor, (x, x), {}, x)[1] > 0
+        assert CostModel(H100).cost(Call(func, args, {}, out)) == (0, 0.0), func
+        assert op_bytes(Call(func, args, {}, out)) == 0
+    assert CostModel(H100).cost(Call(aten.clone.default, (x,), {}, x))[1] > 0
+    assert CostModel(H100).cost(Call(aten.add_.Tensor, (x, x), {}, x))[1] > 0
 
 
 @pytest.mark.parametrize("groups", [1, 4, 8])
@@ -161,8 +163,8 @@ def test_gradients_of_grouped_convolutions_count_one_filter(groups: int, transpo
     weight = make(8, 16, 3, groups=groups, device="meta").weight
     geometry = ([1, 1], [0, 0], [1, 1], transposed, [0, 0], groups)
     y = aten.convolution.default(x, weight, None, *geometry)
-    forward = op_flops(aten.convolution.default, (x, weight, None, *geometry), {}, y)
+    forward = op_flops(Call(aten.convolution.default, (x, weight, None, *geometry), {}, y))
     for mask in ([True, True, False], [False, True, True], [True, False, False]):
         args = (y, x, weight, [16], *geometry, mask)
         out = aten.convolution_backward.default(*args)
-        assert op_flops(aten.convolution_backward.default, args, {}, out) == forward * sum(mask[:2])
+        assert op_flops(Call(aten.convolution_backward.default, args, {}, out)) == forward * sum(mask[:2])

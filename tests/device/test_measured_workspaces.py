@@ -12,6 +12,7 @@ import torch
 
 from sacplan.device.devices import resolve_device
 from sacplan.device.kernel_workspaces import kernel_workspace_bytes
+from sacplan.device.op_kernels import Call
 from sacplan.device.reductions import reduction_bytes
 
 MIB = 2**20
@@ -46,7 +47,7 @@ REDUCED = [
 def test_reductions(
     shape: tuple[int, ...], dims: tuple[int, ...], op: Any, dtype: torch.dtype, measured: float
 ) -> None:
-    found = kernel_workspace_bytes(op, (empty(*shape, dtype=dtype), list(dims)), {}, None, H100)
+    found = kernel_workspace_bytes(Call(op, (empty(*shape, dtype=dtype), list(dims)), {}, None), H100)
     assert found / MIB == pytest.approx(measured, abs=0.002)
 
 
@@ -80,10 +81,10 @@ def test_convolutions_of_half_types(
     rest = ([stride] * dims, [padding] * dims, [1] * dims, False, [0] * dims, 1)
     call = empty(*x), empty(*weight), None, *rest
     out = aten.convolution.default(*call)
-    found = kernel_workspace_bytes(aten.convolution.default, call, {}, out, H100)
+    found = kernel_workspace_bytes(Call(aten.convolution.default, call, {}, out), H100)
     assert found / MIB == pytest.approx(forward, abs=0.01)
     args = (out, *call, [True, True, False])
-    found = kernel_workspace_bytes(aten.convolution_backward.default, args, {}, None, H100)
+    found = kernel_workspace_bytes(Call(aten.convolution_backward.default, args, {}, None), H100)
     # The gradient of a weight is made in parts, whose number cuDNN chooses: they are not predicted.
     assert found / MIB <= backward + 0.01
     assert found / MIB == pytest.approx(backward, rel=0.21)
@@ -95,7 +96,7 @@ def test_convolutions_in_channels_last() -> None:
         empty(768, 3, 16, 16).to(memory_format=torch.channels_last),
     )
     rest = ([16, 16], [0, 0], [1, 1], False, [0, 0], 1)
-    found = kernel_workspace_bytes(aten.convolution.default, (x, weight, None, *rest), {}, None, H100)
+    found = kernel_workspace_bytes(Call(aten.convolution.default, (x, weight, None, *rest), {}, None), H100)
     assert found / MIB == pytest.approx(9.125, abs=0.001)  # three channels, as eight
 
 
@@ -126,7 +127,7 @@ def test_the_backward_pass_of_cudnn_attention(
         False,
     )
     found = kernel_workspace_bytes(
-        aten._scaled_dot_product_cudnn_attention_backward.default, args, {}, None, H100
+        Call(aten._scaled_dot_product_cudnn_attention_backward.default, args, {}, None), H100
     )
     assert found / MIB == pytest.approx(measured, abs=0.002)
 
@@ -138,11 +139,11 @@ def test_norms_and_embeddings_copy_what_is_not_contiguous() -> None:
         (aten.native_layer_norm.default, (x, [768], w, w, 1e-5)),
         (aten._fused_rms_norm.default, (x, [768], w, None)),
     ):
-        assert kernel_workspace_bytes(op, args, {}, None, H100) / MIB == pytest.approx(18.375)
-        assert kernel_workspace_bytes(op, (x.contiguous(), *args[1:]), {}, None, H100) == 0
+        assert kernel_workspace_bytes(Call(op, args, {}, None), H100) / MIB == pytest.approx(18.375)
+        assert kernel_workspace_bytes(Call(op, (x.contiguous(), *args[1:]), {}, None), H100) == 0
     indices = torch.empty(32, 256, dtype=torch.long, device="meta")
     grad = empty(256, 32, 768).transpose(0, 1)
     found = kernel_workspace_bytes(
-        aten.embedding_dense_backward.default, (grad, indices, 32000, -1, False), {}, None, H100
+        Call(aten.embedding_dense_backward.default, (grad, indices, 32000, -1, False), {}, None), H100
     )
     assert found / MIB == pytest.approx(38.782, abs=0.01)

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sacplan.device.cost import CostModel, op_bytes, op_flops
+from sacplan.device.cost import CostModel, op_bytes
 from sacplan.device.devices import DeviceSpec, resolve_device
+from sacplan.device.flops import op_flops
 from sacplan.device.kernel_rates import KINDS, KernelRates
 from sacplan.device.op_kernels import Call, Kernel, kernels_of
 
@@ -26,7 +27,7 @@ def meta(*shape: int, dtype: torch.dtype = F32) -> torch.Tensor:
 
 def kernels(func: Any, *args: Any, **kwargs: Any) -> tuple[Kernel, ...]:
     out = func(*args, **kwargs)
-    found = kernels_of(Call(func, args, kwargs, out, op_flops(func, args, kwargs, out)))
+    found = kernels_of(Call(func, args, kwargs, out))
     assert {k.kind for k in found} <= KINDS.keys()
     return found
 
@@ -85,7 +86,7 @@ OPS = {
 
 def ms(spec: DeviceSpec, name: str, n: int, m: int) -> float:
     func, args = OPS[name](n, m)
-    return CostModel(spec, tf32=False).cost(func, args, {}, func(*args))[1]
+    return CostModel(spec, tf32=False).cost(Call(func, args, {}, func(*args)))[1]
 
 
 @given(
@@ -106,11 +107,11 @@ def test_time_grows_with_the_number_of_rows(
 def test_on_a_cpu_time_is_the_plain_roofline(name: str) -> None:
     func, args = OPS[name](300, 700)
     out = func(*args)
-    flops = op_flops(func, args, {}, out)
+    flops = op_flops(Call(func, args, {}, out))
     compute_s = flops / (CPU.flops["float32"] * CPU.compute_efficiency)
-    memory_s = op_bytes(func, args, {}, out) / (CPU.bandwidth_bytes_per_s * CPU.bandwidth_efficiency)
+    memory_s = op_bytes(Call(func, args, {}, out)) / (CPU.bandwidth_bytes_per_s * CPU.bandwidth_efficiency)
     want = max(compute_s, memory_s) * 1e3 + CPU.kernel_launch_us * 1e-3
-    assert CostModel(CPU).cost(func, args, {}, out) == (flops, want)
+    assert CostModel(CPU).cost(Call(func, args, {}, out)) == (flops, want)
 
 
 def test_a_spec_of_the_users_own_needs_no_rates() -> None:
@@ -118,7 +119,7 @@ def test_a_spec_of_the_users_own_needs_no_rates() -> None:
         name="mine", kind="cuda", memory_bytes=2**34, bandwidth_bytes_per_s=1e12, flops={"float32": 2e13}
     )
     assert spec.rates == KernelRates()
-    add = CostModel(spec).cost(aten.add.Tensor, (X, meta(64, 4096)), {}, X)[1]
+    add = CostModel(spec).cost(Call(aten.add.Tensor, (X, meta(64, 4096)), {}, X))[1]
     assert add == pytest.approx(3 * NBYTES / (1e12 * 0.8) * 1e3 + 3e-3)
     assert ms(replace(spec, rates=KernelRates(norm=0.1)), "layer norm", 4096, 4096) > ms(
         spec, "layer norm", 4096, 4096

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import sacplan
 from sacplan.device import workspace
 from sacplan.device.cost import is_free
+from sacplan.device.op_kernels import Call
 from sacplan.device.real_ops import op_key
 from sacplan.record.step import Step
 from sacplan.running.measure import measured_step
@@ -135,7 +136,7 @@ class NotRun(TorchDispatchMode):
         strided = all(t.layout is torch.strided for t in tensors_in((args, kwargs)))
         if func.namespace != "aten" or is_free(func) or not strided:
             return out
-        key = op_key(func, args, kwargs)
+        key = op_key(Call(func, args, kwargs))
         if key in self.seen or workspace._worth_a_run(func, args, kwargs, out):
             return out
         self.seen.add(key)

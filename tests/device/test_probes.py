@@ -15,6 +15,7 @@ from sacplan.device import calibrate
 from sacplan.device.cost import CostModel
 from sacplan.device.devices import DeviceSpec, resolve_device
 from sacplan.device.kernel_rates import FIGURES
+from sacplan.device.op_kernels import Call
 from sacplan.device.probes import Probe, measured_rates, probes
 
 META = torch.device("meta")
@@ -33,7 +34,7 @@ class FakeClock(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._ms += self._model.cost(func, args, kwargs or {}, out)[1]
+        self._ms += self._model.cost(Call(func, args, kwargs or {}, out))[1]
         return out
 
     def __call__(self, call: Callable[[], object], *_: Any, **__: Any) -> float:
@@ -73,8 +74,8 @@ def test_predictions_for_probes_are_what_was_measured(name: str) -> None:
     found = CostModel(replace(spec, rates=rates))
     for probe in probes(META, NBYTES):
         out = probe.run()
-        want = CostModel(slower).cost(probe.func, probe.args, probe.kwargs, out)[1]
-        assert found.cost(probe.func, probe.args, probe.kwargs, out)[1] == pytest.approx(want, rel=1e-6)
+        want = CostModel(slower).cost(Call(probe.func, probe.args, probe.kwargs, out))[1]
+        assert found.cost(Call(probe.func, probe.args, probe.kwargs, out))[1] == pytest.approx(want, rel=1e-6)
 
 
 def test_ops_that_do_not_run_leave_their_figures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import sacplan
 from sacplan.device.devices import resolve_device
+from sacplan.device.op_kernels import Call
 from sacplan.device.real_ops import RealOp, outside_of_the_trace
 from sacplan.device.timing import MeasuredTimes
 from sacplan.errors import DeviceError
@@ -33,7 +34,7 @@ def fakes(make):
 def test_a_large_product_costs_more_than_a_small_one(times):
     def cost(n):
         a = torch.randn(n, n)
-        return times.cost(aten.mm.default, (a, a), {}, a)
+        return times.cost(Call(aten.mm.default, (a, a), {}, a))
 
     large, small = cost(1024), cost(64)
     assert large[0] == 2 * 1024**3
@@ -42,8 +43,8 @@ def test_a_large_product_costs_more_than_a_small_one(times):
 
 def test_views_and_allocations_are_free(times):
     x = torch.randn(4, 4)
-    assert times.cost(aten.t.default, (x,), {}, x.t()) == (0, 0.0)
-    assert times.cost(aten.empty.memory_format, ([4, 4],), {}, x) == (0, 0.0)
+    assert times.cost(Call(aten.t.default, (x,), {}, x.t())) == (0, 0.0)
+    assert times.cost(Call(aten.empty.memory_format, ([4, 4],), {}, x)) == (0, 0.0)
 
 
 OPS = {
@@ -148,11 +149,11 @@ OPS = {
 def test_made_up_operands_suit_the_op(name, times):
     func, args, kwargs = fakes(OPS[name])
     with outside_of_the_trace(CPU):
-        op = RealOp(func, args, kwargs, None, CPU)
+        op = RealOp(Call(func, args, kwargs, None), CPU)
         op()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _, time_ms = times.cost(func, args, kwargs, None)
+        _, time_ms = times.cost(Call(func, args, kwargs, None))
     assert 0 < time_ms < 10_000
     assert not times.not_timed
 
@@ -168,7 +169,7 @@ def test_an_op_that_cannot_run_gets_the_rooflines_time_and_a_warning(times):
         x = torch.randn(64, 64)
         func = torch.ops.sacplan_test.picky.default
         with pytest.warns(UserWarning, match="not with such values"):
-            _, time_ms = times.cost(func, (x,), {}, x)
+            _, time_ms = times.cost(Call(func, (x,), {}, x))
         assert time_ms > 0
         assert times.not_timed == {"sacplan_test.picky.default": "not with such values"}
 
@@ -177,7 +178,7 @@ def test_modes_and_generators_are_left_as_they_were(times):
     state = torch.get_rng_state()
     with FakeTensorMode(), torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         x = torch.randn(17, 19)
-        times.cost(aten.native_dropout.default, (x, 0.5, True), {}, (x, x))
+        times.cost(Call(aten.native_dropout.default, (x, 0.5, True), {}, (x, x)))
         assert isinstance(torch.empty(2), FakeTensor)
     assert torch.equal(state, torch.get_rng_state())
 
@@ -213,7 +214,8 @@ def test_seeds_that_a_kernel_reads_on_the_host_stay_there():
     q, logsumexp, seed, offset = fakes(make)
     args = (q, q, q, q, None, q, logsumexp, seed, offset, 0.1, [True, True, True, False])
     op = RealOp(
-        aten._scaled_dot_product_efficient_attention_backward.default, args, {}, None, torch.device("meta")
+        Call(aten._scaled_dot_product_efficient_attention_backward.default, args, {}, None),
+        torch.device("meta"),
     )
     assert [a.device.type for a in op.args[6:9]] == ["meta", "cpu", "cpu"]
 
@@ -227,11 +229,11 @@ def test_kernels_with_private_data_are_not_run(times):
     sizes = (2, 20, 0, 1, False, 0.0, True, False, [], None)
     args = (x, w, 4, buffer, h, h, out, out, None, None, *sizes, reserve)
     with pytest.warns(UserWarning, match="private data"):
-        flops, time_ms = times.cost(aten._cudnn_rnn_backward.default, (*args, [True] * 4), {}, None)
+        flops, time_ms = times.cost(Call(aten._cudnn_rnn_backward.default, (*args, [True] * 4), {}, None))
     assert flops == 4 * 15 * (80 * 10 + 80 * 20)
     assert time_ms > 0
     forward = (x, w, 4, buffer, h, h, 2, 20, 0, 1, False, 0.0, True, False, [], None)
-    assert RealOp(aten._cudnn_rnn.default, forward, {}, None, CPU).args[3] is None
+    assert RealOp(Call(aten._cudnn_rnn.default, forward, {}, None), CPU).args[3] is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -249,6 +251,5 @@ def test_on_the_gpu_that_is_here():
         MeasuredTimes(resolve_device(other))
     times = MeasuredTimes(here)
     a, b = fakes(lambda: (torch.randn(4096, 4096), torch.randn(64, 64)))
-    assert (
-        times.cost(aten.mm.default, (a, a), {}, a)[1] > 2 * times.cost(aten.mm.default, (b, b), {}, b)[1] > 0
-    )
+    large, small = (times.cost(Call(aten.mm.default, (x, x), {}, x))[1] for x in (a, b))
+    assert large > 2 * small > 0

@@ -10,6 +10,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 
 import sacplan
+from sacplan.device.op_kernels import Call
 from sacplan.device.workspace import measured_reserves, measured_workspace_bytes
 from sacplan.errors import TraceError
 from sacplan.record.step import Step, default_loss
@@ -83,22 +84,22 @@ def test_workspace_of_an_op_is_what_the_profiler_sees(name):
     func, args = CASES[name]()
     expected = profiled_workspace(func, args)
     out = func(*args)
-    assert measured_workspace_bytes(func, args, {}, out) == expected
+    assert measured_workspace_bytes(Call(func, args, {}, out)) == expected
     with torch._subclasses.FakeTensorMode() as mode:
         fake = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
-        assert measured_workspace_bytes(func, fake, {}, func(*fake)) == expected
+        assert measured_workspace_bytes(Call(func, fake, {}, func(*fake))) == expected
 
 
 def test_ops_without_workspace_are_not_run():
     a = torch.empty(100_000, 100_000, device="meta")  # could not be made for real
-    assert measured_workspace_bytes(aten.mm.default, (a, a), {}, a) == 0
-    assert measured_workspace_bytes(aten.add.Tensor, (a, a), {}, a) == 0
+    assert measured_workspace_bytes(Call(aten.mm.default, (a, a), {}, a)) == 0
+    assert measured_workspace_bytes(Call(aten.add.Tensor, (a, a), {}, a)) == 0
 
 
 def test_what_cannot_be_run_counts_as_nothing_with_a_warning():
     x = torch.empty(2**22, 2**22, 8, 8, device="meta")
     with pytest.warns(UserWarning, match="convolution"):
-        assert measured_workspace_bytes(aten.convolution.default, (x, x, None, *CONV, 1), {}, x) == 0
+        assert measured_workspace_bytes(Call(aten.convolution.default, (x, x, None, *CONV, 1), {}, x)) == 0
 
 
 def test_a_profiler_that_is_on_is_an_error():
@@ -107,7 +108,7 @@ def test_a_profiler_that_is_on_is_an_error():
         torch.profiler.profile(activities=[ProfilerActivity.CPU]),
         pytest.raises(TraceError, match="profiler"),
     ):
-        measured_workspace_bytes(aten.convolution.default, (x, w, None, *CONV, 1), {}, x)
+        measured_workspace_bytes(Call(aten.convolution.default, (x, w, None, *CONV, 1), {}, x))
 
 
 # --- whole steps ------------------------------------------------------------------------------------------

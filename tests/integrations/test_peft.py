@@ -29,6 +29,7 @@ from sacplan.cli.app import app
 from sacplan.core.budget import format_bytes
 from sacplan.device.devices import resolve_device
 from sacplan.device.kernel_workspaces import kernel_workspace_bytes
+from sacplan.device.op_kernels import Call
 from sacplan.integrations.hf.lora import ALL_LINEAR, parse
 from sacplan.integrations.hf.target import TargetError
 from sacplan.torch_compat.allocations import allocation_deltas
@@ -172,7 +173,7 @@ def test_temporaries_of_a_product_are_those_of_the_cuda_code(nested: bool) -> No
         peak = max(peak, live)
     spec = resolve_device("rtx-4090")
     op = torch.ops.bitsandbytes.gemm_4bit.default
-    assert kernel_workspace_bytes(op, args, state, out[0], spec) == peak - out[0].nbytes
+    assert kernel_workspace_bytes(Call(op, args, state, out[0]), spec) == peak - out[0].nbytes
 
 
 def test_models_and_quantizations_that_are_not_modelled() -> None:

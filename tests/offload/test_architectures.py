@@ -9,7 +9,7 @@ import torch
 
 import sacplan
 from benchmarks.models import hf_models
-from sacplan.profiling.tracing import trace_step
+from sacplan.profiling.tracing import StepRequest, trace_step
 from tests.support.steps import bit_equal, grads_of
 
 NAMES = (
@@ -19,10 +19,10 @@ FAST = ("llama", "resnet")
 
 
 def peaks_of_fake_step(plan: sacplan.Plan, model: Any, batch: Any, loss_fn: Any) -> tuple[int, int]:
-    seen = trace_step(
+    seen = trace_step(StepRequest(
         model, batch, loss_fn, None, "cpu", "cost-model", "fake",
         prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
-    ).program.footprint  # fmt: skip
+    )).program.footprint  # fmt: skip
     return seen.peak_bytes, seen.host_peak_bytes
 
 

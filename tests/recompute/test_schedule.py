@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sacplan
 from benchmarks.models.random_blocks import net_of
-from sacplan.profiling.tracing import trace_step
+from sacplan.profiling.tracing import StepRequest, trace_step
 from sacplan.record.step import Step as TrainingStep
 from sacplan.running.measure import measured_step
 from sacplan.techniques.recompute.executor.lookup import Lookup
@@ -144,10 +144,10 @@ def test_the_replayed_peak_is_that_of_the_second_step(kind: str) -> None:
     model = net_of([kind, "linear"], ["norm"], order=[0, 1, 1], tie=True)
     profile = sacplan.profile(model, batch(), device="cpu", optimizer=torch.optim.SGD)
     plan = plan_of(profile, {f"blocks.{i}": sorted(fitting_sites(profile, f"blocks.{i}")) for i in range(2)})
-    seen = trace_step(
+    seen = trace_step(StepRequest(
         model, batch(), None, torch.optim.SGD, "cpu", "cost-model", "fake",
         prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
-    )  # fmt: skip
+    ))  # fmt: skip
     assert seen.program.footprint.peak_bytes == plan.peak_bytes < profile.peak_bytes
 
 

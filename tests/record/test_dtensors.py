@@ -17,6 +17,7 @@ import sacplan
 from sacplan.core.fingerprint import Fingerprint
 from sacplan.core.program import Phase, Program
 from sacplan.device.devices import resolve_device
+from sacplan.device.op_kernels import Call
 from sacplan.distributed.sharding.costs import Costs
 from sacplan.distributed.sharding.mesh import Mesh
 from sacplan.distributed.sharding.recorded import with_collectives
@@ -295,4 +296,4 @@ def test_a_mesh_that_was_shut_down_is_named(mesh: Any) -> None:
     cost = with_collectives(lambda *_: (0, 0.0), resolve_device("cpu"))
     x = torch.zeros(4)
     with pytest.raises(TraceError, match="process group 'of nobody', which is not there"):
-        cost(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "of nobody"), {}, x)
+        cost(Call(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "of nobody"), {}, x))

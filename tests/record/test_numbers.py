@@ -12,6 +12,7 @@ from torch import nn
 
 import sacplan
 from sacplan.core.program import Phase
+from sacplan.device.op_kernels import Call
 from sacplan.device.workspace import measured_workspace_bytes
 from sacplan.record.step import Step
 from sacplan.running.measure import measured_step
@@ -147,7 +148,7 @@ def test_what_a_kernel_makes_of_a_number(name: str) -> None:
             deltas = allocation_deltas(lambda: kept.append(func(*args)))  # noqa: B023
             made = 0 if op.endswith("_") else kept[0].nbytes
             peak = max(itertools.accumulate(deltas), default=0)
-            assert measured_workspace_bytes(func, args, {}, kept[0]) == peak - made, (dtype, number)
+            assert measured_workspace_bytes(Call(func, args, {}, kept[0])) == peak - made, (dtype, number)
 
 
 def _operand(argument: Any, dtype: torch.dtype, number: float, overload: str) -> Any:

@@ -13,7 +13,7 @@ from torch import nn
 import sacplan
 from sacplan.core.budget import format_bytes
 from sacplan.errors import SacplanWarning
-from sacplan.profiling.tracing import trace_step
+from sacplan.profiling.tracing import StepRequest, trace_step
 from tests.support.steps import mean_square
 from tests.zoo.experts import MoE
 
@@ -88,7 +88,7 @@ def test_the_same_experts_get_all_rows() -> None:
         rows.append(tuple(model.rows))
         return loss
 
-    trace_step(MoE(), X, loss_fn, None, "cpu", "cost-model", "fake", routing="worst")
+    trace_step(StepRequest(MoE(), X, loss_fn, None, "cpu", "cost-model", "fake", routing="worst"))
     assert rows[-1] == (64, 64, 0, 0)
 
 
@@ -104,7 +104,7 @@ def test_mixtral_in_its_worst_case() -> None:
     ids = torch.randint(0, 64, (2, 32))
     batch = {"input_ids": ids, "labels": ids}
     record = functools.partial(profile_of, model, batch, None)
-    worst = trace_step(model, batch, None, None, "cpu", "cost-model", "fake", routing="worst")
+    worst = trace_step(StepRequest(model, batch, None, None, "cpu", "cost-model", "fake", routing="worst"))
     assert worst.peak_bytes == record(trace="real").peak_bytes
     # Experts that no token comes to do nothing here, and have no gradients either: balanced routing takes more.
     assert worst.peak_bytes < record().peak_bytes == record(routing="worst").peak_bytes

@@ -20,7 +20,7 @@ from sacplan.core.program import CallSite, Phase
 from sacplan.planning.make import provenance_of
 from sacplan.planning.plan import Plan
 from sacplan.planning.units import unit_plans
-from sacplan.profiling.tracing import trace_step
+from sacplan.profiling.tracing import StepRequest, trace_step
 from sacplan.techniques.recompute.in_place_groups import without_missing_versions
 from sacplan.techniques.recompute.rewrite import recomputed
 from tests.support.plans import Sites, times_of
@@ -106,10 +106,10 @@ def fuzz(examples: int) -> settings:
 
 
 def assert_peak_is_replayed(model: nn.Module, plan: Plan, x: Any = None, loss_fn: Any = None) -> None:
-    seen = trace_step(
+    seen = trace_step(StepRequest(
         model, batch() if x is None else x, loss_fn, None, "cpu", "cost-model", "fake",
         prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
-    )  # fmt: skip
+    ))  # fmt: skip
     assert seen.program.footprint.peak_bytes == plan.peak_bytes
 
 

@@ -56,7 +56,7 @@ def _scatter(call: RuleBuilder) -> Rule:
     others = [t for t in others if len(t.shape) == rank]
     whole = {call["dim"] % max(rank, 1)}
     whole |= {d for t in others for d in range(rank) if t.shape[d] != x.shape[d]}
-    dims = blocked_at(call, x.shape, frozenset(whole))
+    dims = blocked_at(call, x.shape, whole)
 
     def dims_of(t: Any) -> Dims:
         if len(t.shape) != rank:
@@ -72,7 +72,7 @@ def _index_select(call: RuleBuilder) -> Rule:
     if not x.shape:
         return call.rule([(), call.blocked(indices.shape)], [()])
     dim = call["dim"] % len(x.shape)
-    dims = blocked_at(call, x.shape, frozenset([dim]))
+    dims = blocked_at(call, x.shape, [dim])
     chosen = call.factor(indices.shape[0] if indices.shape else 1)
     return call.rule([dims, (chosen,) if indices.shape else ()], [(*dims[:dim], chosen, *dims[dim + 1 :])])
 
@@ -88,7 +88,7 @@ def _take(call: RuleBuilder) -> Rule:
 def _index_add(call: RuleBuilder) -> Rule:
     x = call["self"]
     dim = call["dim"] % max(len(x.shape), 1)
-    dims = blocked_at(call, x.shape, frozenset([dim]))
+    dims = blocked_at(call, x.shape, [dim])
 
     def dims_of(name: str, t: Any) -> Dims:
         if name == "self":
@@ -113,7 +113,7 @@ class _Indexed:
         at = [d for d, i in enumerate(indices) if i is not None]
         self.found_shape = torch.broadcast_shapes(*(tuple(indices[d].shape) for d in at))
         positions = call.dims(self.found_shape, kind)
-        self.x: Dims = blocked_at(call, x.shape, frozenset(at))
+        self.x: Dims = blocked_at(call, x.shape, at)
         self.indices = [_aligned(positions, self.found_shape, indices[d].shape) for d in at]
         kept = [d for d in range(len(x.shape)) if d not in at]
         # What is indexed comes where the indices stand, or first if they do not stand together.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from sacplan.core.factors.rule import Dims, Kind, Rule, RuleBuilder, register
@@ -54,9 +54,28 @@ def _vector_norm(call: RuleBuilder) -> Rule:
     return _reduction(call, {math.inf: Kind.MAX, -math.inf: Kind.MIN}.get(call["ord"], Kind.BLOCK))
 
 
-def blocked_at(call: RuleBuilder, shape: Sequence[int], whole: frozenset[int]) -> Dims:
+def blocked_at(call: RuleBuilder, shape: Sequence[int], whole: Collection[int]) -> Dims:
     """Make factors of a shape, of which the dimensions ``whole`` must not be sliced."""
     return tuple(call.factor(n, Kind.BLOCK if d in whole else Kind.PASS) for d, n in enumerate(shape))
+
+
+def along(whole: Callable[[RuleBuilder, int], Collection[int]]) -> Callable[[RuleBuilder], Rule]:
+    """Return the formula of ops from one tensor to another of the same rank.
+
+    Args:
+        whole: the dimensions that must be whole, of a call and the rank.
+    """
+
+    def formula(call: RuleBuilder) -> Rule:
+        shape, made = call.inputs[0].shape, call.outputs[0].shape
+        dims = blocked_at(call, shape, whole(call, len(shape)))
+        return call.rule([dims], [call.of_length(dims, shape, made)])
+
+    return formula
+
+
+# Transforms between real and complex numbers store about half of the last dimension.
+register("_fft_c2c", "_fft_r2c", "_fft_c2r")(along(reduced_dims))
 
 
 @register(
@@ -69,7 +88,7 @@ def along_a_dimension(call: RuleBuilder) -> Rule:
     """All tensors have the same dimensions, but for the one that is worked along: it may be shorter, or missing."""
     shape = max((tuple(t.shape) for t in (*call.inputs, *call.outputs)), key=len)
     dim = call["dim"] % max(len(shape), 1)
-    dims = blocked_at(call, shape, frozenset([dim]))
+    dims = blocked_at(call, shape, [dim])
     others = shape[:dim] + shape[dim + 1 :]
 
     def dims_of(t: Any) -> Dims:
@@ -83,11 +102,3 @@ def along_a_dimension(call: RuleBuilder) -> Rule:
     if "input_sizes" in call.arguments:
         call.resize_all("input_sizes", outputs[0])
     return call.rule([dims_of(t) for t in call.inputs], outputs)
-
-
-@register("_fft_c2c", "_fft_r2c", "_fft_c2r")
-def _fft(call: RuleBuilder) -> Rule:
-    x, out = call.inputs[0], call.outputs[0]
-    dims = blocked_at(call, x.shape, reduced_dims(call, len(x.shape)))
-    # Transforms between real and complex numbers store about half of the last dimension.
-    return call.rule([dims], [call.of_length(dims, x.shape, out.shape)])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sacplan.core.factors.pointwise import pointwise
-from sacplan.core.factors.reductions import blocked_at
+from sacplan.core.factors.reductions import along, blocked_at
 from sacplan.core.factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, register, register_both_ways
 
 # --- other sizes for the same elements
@@ -164,7 +164,7 @@ def _squeeze(call: RuleBuilder) -> Rule:
 def _slice(call: RuleBuilder, x: Any, part: Any) -> tuple[Dims, Dims]:
     dim = call["dim"] % len(x.shape)
     if x.shape[dim] != part.shape[dim]:
-        dims = blocked_at(call, x.shape, frozenset([dim]))
+        dims = blocked_at(call, x.shape, [dim])
         return dims, call.of_length(dims, x.shape, part.shape)
     # The whole dimension: a view of everything, as ``x[:]`` leaves it. An ``end`` that is the size shrinks with a
     # slice; a larger one, which stands for "to the end", stays.
@@ -178,7 +178,7 @@ def _slice(call: RuleBuilder, x: Any, part: Any) -> tuple[Dims, Dims]:
 def _diagonal(call: RuleBuilder, square: Any, line: Any) -> tuple[Dims, Dims]:
     """The dimensions of the diagonal must be whole; the others come first in what it returns."""
     rank = len(square.shape)
-    whole = frozenset((call["dim1"] % rank, call["dim2"] % rank))
+    whole = (call["dim1"] % rank, call["dim2"] % rank)
     dims = blocked_at(call, square.shape, whole)
     others = tuple(f for d, f in enumerate(dims) if d not in whole)
     return dims, (*others, call.factor(line.shape[-1], Kind.BLOCK))
@@ -189,7 +189,7 @@ def _unfold(call: RuleBuilder, x: Any, windows: Any) -> tuple[Dims, Dims]:
     if not x.shape:
         return (), call.blocked(windows.shape)
     dim = call["dimension" if "dimension" in call.arguments else "dim"] % len(x.shape)
-    dims = blocked_at(call, x.shape, frozenset([dim]))
+    dims = blocked_at(call, x.shape, [dim])
     at, along = call.blocked((windows.shape[dim], windows.shape[-1]))
     return dims, (*dims[:dim], at, *dims[dim + 1 :], along)
 
@@ -197,33 +197,15 @@ def _unfold(call: RuleBuilder, x: Any, windows: Any) -> tuple[Dims, Dims]:
 # --- joined, moved, padded, masked by position
 
 
-@register("roll", "flip")
-def _roll(call: RuleBuilder) -> Rule:
-    """Without dimensions, the flattened tensor is rolled."""
-    shape = call.inputs[0].shape
-    whole = frozenset(d % len(shape) for d in call["dims"] or range(len(shape)))
-    # A flip along no dimension moves nothing, while a roll goes through the flattened tensor.
-    if call.name == "flip" and not call["dims"]:
-        whole = frozenset()
-    dims = blocked_at(call, shape, whole)
-    return call.rule([dims], [dims])
-
-
-@register("tril", "triu")
-def _triangle(call: RuleBuilder) -> Rule:
-    shape = call.inputs[0].shape
-    # What stays depends on row and column numbers, which a slice would count from its own beginning.
-    dims = blocked_at(call, shape, frozenset((len(shape) - 1, len(shape) - 2)))
-    return call.rule([dims], [dims])
-
-
-@register("constant_pad_nd")
-def _pad(call: RuleBuilder) -> Rule:
-    x, out = call.inputs[0], call.outputs[0]
-    # The argument has pairs, from the last dimension on.
-    padded = frozenset(len(x.shape) - 1 - i // 2 for i, n in enumerate(call["pad"]) if n)
-    dims = blocked_at(call, x.shape, padded)
-    return call.rule([dims], [call.of_length(dims, x.shape, out.shape)])
+# Without dimensions, the flattened tensor is rolled, while a flip moves nothing.
+register("roll")(along(lambda call, rank: {d % rank for d in call["dims"] or range(rank)}))
+register("flip")(along(lambda call, rank: {d % rank for d in call["dims"]}))
+# What stays depends on row and column numbers, which a slice would count from its own beginning.
+register("tril", "triu")(along(lambda call, rank: (rank - 1, rank - 2)))
+# The argument has pairs, from the last dimension on.
+register("constant_pad_nd")(
+    along(lambda call, rank: [rank - 1 - i // 2 for i, n in enumerate(call["pad"]) if n])
+)
 
 
 @register_both_ways("pixel_shuffle", "pixel_unshuffle")

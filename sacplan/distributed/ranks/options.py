@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+_TYPES = ("param_dtype", "reduce_dtype", "output_dtype")
+
+
 class MixedPrecision(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """A ``torch.distributed.fsdp.MixedPrecisionPolicy`` with its types as names, such as ``"bfloat16"``.
 
@@ -40,7 +43,7 @@ class MixedPrecision(Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         # Values may come from a file, with a type that this torch does not have.
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        for name in _TYPES:
             value = getattr(self, name)
             dtype = None if value is None else getattr(torch, value, None)
             if value is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -66,7 +69,7 @@ class MixedPrecision(Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
             )
         types = {
             name: None if (value := getattr(policy, name)) is None else str(value).removeprefix("torch.")
-            for name in ("param_dtype", "reduce_dtype", "output_dtype")
+            for name in _TYPES
         }
         found = cls(**types, cast_forward_inputs=policy.cast_forward_inputs)
         return None if found == cls() else found
@@ -77,18 +80,13 @@ class MixedPrecision(Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         types = {
-            name: None if (value := getattr(self, name)) is None else getattr(torch, value)
-            for name in ("param_dtype", "reduce_dtype", "output_dtype")
+            name: None if (value := getattr(self, name)) is None else getattr(torch, value) for name in _TYPES
         }
         return MixedPrecisionPolicy(**types, cast_forward_inputs=self.cast_forward_inputs)
 
     def __str__(self) -> str:
         """Return torch's own spelling, without what is at its default."""
-        types = [
-            f"{name}={value}"
-            for name in ("param_dtype", "reduce_dtype", "output_dtype")
-            if (value := getattr(self, name)) is not None
-        ]
+        types = [f"{name}={value}" for name in _TYPES if (value := getattr(self, name)) is not None]
         if not self.cast_forward_inputs:
             types.append("cast_forward_inputs=False")
         return f"MixedPrecisionPolicy({', '.join(types)})"

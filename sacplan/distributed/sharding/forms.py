@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sacplan.device.cost import op_flops
+from sacplan.device.op_kernels import Call
 from sacplan.distributed.sharding.placements import REPLICATED, Placement, cut
 from sacplan.distributed.sharding.strategies import AxisStrategy, axis_strategies
 from sacplan.errors import PlanError
-from sacplan.torch_compat.calls import Call
 from sacplan.torch_compat.ops import is_alias, tensors_in
 
 _MOST_FORMS = 4096
@@ -33,32 +32,25 @@ class Leaf(NamedTuple):
     tensor: torch.Tensor
 
 
-@dataclass(eq=False)
-class TracedOp(Call):
-    """One op that ran."""
-
-    flops: int = 0
-
-
 class Tracer(TorchDispatchMode):
     """Records the ops that run inside of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ops: list[TracedOp] = []
+        self.ops: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **kwargs or {})
         # Ops without tensors, such as a size that is read, place nothing.
         if any(True for _ in tensors_in(out)):
-            self.ops.append(TracedOp(func, args, kwargs or {}, out, op_flops(func, args, kwargs or {}, out)))
+            self.ops.append(Call(func, args, kwargs or {}, out))
         return out
 
 
 class Trace(NamedTuple):
     """The ops that ran, the tensors that they were given, and those that they returned."""
 
-    ops: Sequence[TracedOp]
+    ops: Sequence[Call]
     leaves: Sequence[Leaf]
     outputs: Sequence[torch.Tensor]
 
@@ -127,9 +119,7 @@ def _options(t: torch.Tensor, ranks: int, nested: Sequence[int]) -> list[Placeme
     return [REPLICATED, *(cut(d, o) for d, o in cuts if t.shape[d] and t.shape[d] % (o * ranks) == 0)]
 
 
-def _with(
-    op: TracedOp, form: AxisForm, options: Mapping[int, list[Placement]], ranks: int
-) -> Iterator[AxisForm]:
+def _with(op: Call, form: AxisForm, options: Mapping[int, list[Placement]], ranks: int) -> Iterator[AxisForm]:
     """Yield a form extended by each strategy of one more op under which nothing moves."""
     available = [
         [form.places[id(t)]] if id(t) in form.places else options.get(id(t), [REPLICATED]) for t in op.inputs
