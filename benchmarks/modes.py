@@ -148,7 +148,7 @@ def check_different(rows: list[Row], alike: frozenset[str]) -> None:
 
 def _is_chain(profile: sacplan.Profile) -> bool:
     try:
-        sacplan.Chain.from_profile(profile)
+        profile.chain  # noqa: B018, the property raises
     except sacplan.errors.PlanError:
         return False
     return True
