@@ -64,31 +64,33 @@ def row_of(model: str, device: str) -> Row:
         "longer_ms": plan.recompute_ms + plan.added_ms,
         "recompute_ms": plan.recompute_ms,
         "host_bytes": plan.host_bytes,
-        "by_hand": best_by_hand(profile, plan.budget_bytes),
+        "by_hand": best_within(ways_by_hand(profile), plan.budget_bytes),
     }
 
 
-def best_by_hand(profile: sacplan.Profile, limit_bytes: int) -> Row | None:
-    """Return the cheapest way to swap N blocks whose peak is within a limit; None if there is none."""
+def ways_by_hand(profile: sacplan.Profile) -> list[Row]:
+    """Return all ways to swap N blocks, each with its time and its peak."""
     step = Request(techniques=TECHNIQUES).planner(profile).basis.recorded
     checkpointed = sacplan.policy("full", profile=profile).decisions
     program = rewritten(step.program, checkpointed, step.device)
     found = regions(step, 1, TECHNIQUES)
     blocks = [region for region in found if not region.members and "blocks." in region.unit]
     rows: list[Row] = []
-    for n in range(len(blocks) + 1):
+    for n, ahead in product(range(len(blocks) + 1), (True, False)):
         even = [blocks[i * len(blocks) // n] for i in range(n)]
         for which, chosen in {"first": blocks[:n], "last": blocks[len(blocks) - n :], "even": even}.items():
-            for ahead in (True, False):
-                taken = [(block, _all_weights(block, ahead=ahead)) for block in chosen]
-                weights = ALL["offload"].decisions(program, taken)
-                one = Candidate(step, (*checkpointed, *weights), "feasible")
-                if one.footprint.peak_bytes <= limit_bytes:
-                    rows.append(
-                        {"blocks": n, "of": len(blocks), "which": which, "ahead": ahead}
-                        | {"longer_ms": one.cost, "peak_bytes": one.footprint.peak_bytes}
-                    )
-    return min(rows, key=lambda row: row["longer_ms"], default=None)
+            taken = [(block, _all_weights(block, ahead=ahead)) for block in chosen]
+            weights = ALL["offload"].decisions(program, taken)
+            one = Candidate(step, (*checkpointed, *weights), "feasible")
+            about = {"blocks": n, "of": len(blocks), "which": which, "ahead": ahead}
+            rows.append(about | {"longer_ms": one.cost, "peak_bytes": one.footprint.peak_bytes})
+    return rows
+
+
+def best_within(ways: list[Row], limit_bytes: int) -> Row | None:
+    """Return the cheapest of these ways whose peak is within a limit; None if there is none."""
+    fitting = (row for row in ways if row["peak_bytes"] <= limit_bytes)
+    return min(fitting, key=lambda row: row["longer_ms"], default=None)
 
 
 def _all_weights(region: Region, *, ahead: bool) -> Option:
