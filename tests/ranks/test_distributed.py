@@ -13,14 +13,12 @@ from torch import nn
 
 import sacplan
 from tests.support.plans import discarding
-from tests.support.processes import gloo, run_ranks
+from tests.support.processes import gloo, needs_gloo, run_ranks
 from tests.zoo.language_models import TokenModel
 from tests.zoo.language_models import cross_entropy as loss_fn
 from tests.zoo.layers import FeedForward
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-)
+pytestmark = needs_gloo
 
 DIM, VOCAB, RANKS = 16, 32, 2
 

@@ -20,15 +20,13 @@ from sacplan.core.program import Phase
 from sacplan.device.devices import resolve_device
 from sacplan.device.links import Link
 from sacplan.errors import PlanError, TraceError
-from tests.support.processes import gloo, run_ranks
+from tests.support.processes import gloo, needs_gloo, run_ranks
 from tests.support.ranks import OPTIMIZER, RankMemory, patient_collectives
 from tests.support.steps import bit_equal
 from tests.zoo.language_models import cross_entropy as loss_fn
 from tests.zoo.parallel import SplitLM, parallel_lm
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-)
+pytestmark = needs_gloo
 
 
 def language_model() -> nn.Module:
