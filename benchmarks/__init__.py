@@ -5,7 +5,6 @@ share is in folders:
 
 - ``harness``: command lines, files of figures, tables, plans for a number of bytes, measured steps, processes.
 - ``models``: the models and batches that are trained.
-- ``graphs``: steps as plain graphs of ops, and programs that bound any schedule of such a graph.
 
 One file is no command: ``rivals.py`` (``frontier``).
 """

@@ -34,9 +34,9 @@ import torch
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.plans import as_budget
-from benchmarks.harness.results import MIB, RESULTS, ROOT, Row, read_results
+from benchmarks.harness.results import MIB, Row
 from benchmarks.harness.steps import run_peaks, seed_everything
-from benchmarks.harness.table import Table, markdown_head, markdown_line, put_on_page
+from benchmarks.harness.table import PageTable, Table, markdown_table
 from benchmarks.models import hf_models
 from benchmarks.models.cases import fused_adamw
 from sacplan.device.devices import resolve_device
@@ -44,8 +44,6 @@ from sacplan.questions.batch_sizes import Recordings
 from sacplan.questions.lengths import Drawing, Shape
 from sacplan.questions.scaled import SizedBoth
 
-FIGURES = RESULTS / "certify.json"
-PAGE = ROOT / "docs" / "fit.md"
 STEPS, BATCH, LONGEST, BUCKETS = 300, 4, 64, 3
 MODELS = ("gpt2", "llama", "gemma2", "bert", "t5")
 
@@ -196,37 +194,37 @@ def _line(row: Row) -> str:
     return _TABLE.row(row["data"], row["model"], row["shapes"], *plain, *cells)
 
 
-def main() -> None:
-    parser = Parser(__doc__, "certify.json")
-    parser.choice("--data", DATA)
-    parser.choice("--models", MODELS)
-    parser.add_argument("--table", action="store_true", help="only put the file's figures on the page")
-    torch.set_num_threads(1)
-    arguments = parser.begin(silence=True)
-    if not arguments.table:
-        print("predicted in MiB; plans in FLOPs recomputed")
-        print(_TABLE.head)
-        cases = itertools.product(arguments.data, arguments.models)
-        run_cases(cases, lambda case: [row_of(*case)], _line, arguments.json, key="case", row_a_line=True)
-    else:
-        put_on_page(PAGE, "python -m benchmarks.certify", table(read_results(arguments.json)[1]))
+def _cells(data: str, rows: list[Row]) -> list[str]:
+    mine = [row for row in rows if row["data"] == data]
+    runs = [(row[f"{k}predicted"], row[f"{k}measured"]) for row in mine for k in ("", "planned_")]
+    exact, worst = sum(p == m for p, m in runs), max((p / m - 1 for p, m in runs), key=abs)
+    sizes = (f"{mine[0][key]:.0f}" for key in ("shapes", "median", "longest"))
+    costs = (f"{mean(row[key] for row in mine):.1%}" for key in ("by_length", "one", "checkpointed"))
+    over = sum(row["over"] for row in mine)
+    return [data, *sizes, f"{exact} of {len(runs)}", f"{worst:+.2%}", f"{over}", *costs]
 
 
 def table(rows: list[Row]) -> str:
     """Write the table of the page: a line for each data set."""
-    heads = ("lengths as in", "shapes", "median length", "longest", "to the byte", "largest error",
-             "steps over the budget", "plans by length", "one plan", "checkpointing")  # fmt: skip
-    lines = markdown_head(heads)
-    for data in DATA:
-        mine = [row for row in rows if row["data"] == data]
-        runs = [(row[f"{k}predicted"], row[f"{k}measured"]) for row in mine for k in ("", "planned_")]
-        exact, worst = sum(p == m for p, m in runs), max((p / m - 1 for p, m in runs), key=abs)
-        sizes = (f"{mine[0][key]:.0f}" for key in ("shapes", "median", "longest"))
-        costs = (f"{mean(row[key] for row in mine):.1%}" for key in ("by_length", "one", "checkpointed"))
-        over = sum(row["over"] for row in mine)
-        cells = (data, *sizes, f"{exact} of {len(runs)}", f"{worst:+.2%}", f"{over}", *costs)
-        lines.append(markdown_line(cells))
-    return "\n".join(lines) + "\n"
+    heads = (
+        "lengths as in | shapes | median length | longest | to the byte | largest error | steps over the budget"
+        " | plans by length | one plan | checkpointing"
+    )
+    return markdown_table(heads, (_cells(data, rows) for data in DATA))
+
+
+TABLE = PageTable("certify", "fit.md", table)
+
+
+def main() -> None:
+    parser = Parser(__doc__, "certify.json", TABLE)
+    parser.choice("--data", DATA)
+    parser.choice("--models", MODELS)
+    torch.set_num_threads(1)
+    arguments = parser.begin(silence=True)
+    print(f"predicted in MiB; plans in FLOPs recomputed\n{_TABLE.head}")
+    cases = itertools.product(arguments.data, arguments.models)
+    run_cases(cases, lambda case: [row_of(*case)], _line, arguments.json, key="case", row_a_line=True)
 
 
 if __name__ == "__main__":

@@ -22,24 +22,18 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 
 import sacplan
-from benchmarks.harness.budgets import Row, steps_of
-from benchmarks.harness.command import Parser
-from benchmarks.harness.processes import in_workers
-from benchmarks.harness.results import MIB, RESULTS, ROOT, describe, machine, read_results, write_results
-from benchmarks.harness.table import csv_text, markdown_head, markdown_line, put_on_page
+from benchmarks.harness.budgets import Row as StepRow
+from benchmarks.harness.budgets import steps_of
+from benchmarks.harness.results import MIB, Row, describe
+from benchmarks.harness.sweep import Sweep
+from benchmarks.harness.table import csv_text, markdown_table
 from benchmarks.models import small_configs, zoo_models
 from benchmarks.models.cases import Case
-
-FIGURES = RESULTS / "compatibility.json"
-PAGE, COMMAND = ROOT / "docs" / "compatibility.md", "python -m benchmarks.compatibility"
-TABLE = ROOT / "docs" / "data" / "compatibility.csv"
 
 TRAINED, NOT_BUILT, FAILED = "trained", "not built", "failed"
 
@@ -60,14 +54,14 @@ class Outcome:
     model_class: str = ""
     source: str = ""
     seconds: float = 0.0
-    steps: tuple[Row, ...] = ()
+    steps: tuple[StepRow, ...] = ()
 
     @property
     def trace(self) -> str:
         return self.steps[0].trace
 
     @property
-    def planned(self) -> tuple[Row, ...]:
+    def planned(self) -> tuple[StepRow, ...]:
         return self.steps[1:]
 
     @property
@@ -76,7 +70,7 @@ class Outcome:
         return all(s.predicted_bytes == s.measured_bytes for s in self.steps)
 
     @property
-    def worst(self) -> Row:
+    def worst(self) -> StepRow:
         """The step whose predicted peak differs most from the measured one."""
         return max(self.steps, key=lambda s: abs(s.error))
 
@@ -117,18 +111,34 @@ class Outcome:
             )
         return self.status == NOT_BUILT
 
-    def as_dict(self) -> dict[str, Any]:
+    @property
+    def done(self) -> bool:
+        """Whether there are figures."""
+        return self.status == TRAINED
+
+    def __str__(self) -> str:
+        """Write the outcome as a line."""
+        if not self.done:
+            return f"{self.model_type:>28} {self.status}: {self.reason}"
+        return (
+            f"{self.model_type:>28} {self.trace} {self.steps[0].measured_bytes / MIB:7.1f} MiB {self.difference:>8}, "
+            f"within {self.within_budget} of {len(self.planned)}, equal {self.bit_equal}, {self.seconds:.1f} s"
+            f"{'' if self.good else '  <-- WRONG'}"
+        )
+
+    def as_row(self) -> Row:
         """Return the row of the file, which has what the steps share once."""
         data = {f.name: getattr(self, f.name) for f in fields(self)}
         data["steps"] = [{name: getattr(step, name) for name in _OF_A_STEP} for step in self.steps]
         return data | {name: getattr(step, name) for step in self.steps[:1] for name in _OF_ALL_STEPS}
 
     @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Outcome:
-        data = dict(data)
+    def of_row(cls, row: Row) -> Outcome:
+        """Return the outcome of a row of the file."""
+        data = dict(row)
         shared = {name: data.pop(name) for name in _OF_ALL_STEPS if name in data}
         about = {"model": data["model_type"], "family": data["source"], **shared}
-        return cls(**data | {"steps": tuple(Row(**about, **step) for step in data["steps"])})
+        return cls(**data | {"steps": tuple(StepRow(**about, **step) for step in data["steps"])})
 
 
 _OF_ALL_STEPS = ("trace", "parameters")
@@ -149,7 +159,7 @@ def outcome_of(model_type: str) -> Outcome:
     except small_configs.NotBuilt as error:
         return Outcome(model_type, NOT_BUILT, reason=str(error), seconds=time.perf_counter() - began)
 
-    def steps() -> Iterable[Row]:
+    def steps() -> Iterable[StepRow]:
         return steps_of(model_type, case.source, Case(case.model, case.batch, case.loss_fn))
 
     return outcome_of_steps(
@@ -157,7 +167,7 @@ def outcome_of(model_type: str) -> Outcome:
     )
 
 
-def outcome_of_steps(steps: Callable[[], Iterable[Row]], began: float, **about: Any) -> Outcome:
+def outcome_of_steps(steps: Callable[[], Iterable[StepRow]], began: float, **about: Any) -> Outcome:
     """Run the steps; ``about`` are fields of the outcome."""
     try:
         ran = tuple(steps())
@@ -192,16 +202,10 @@ def summary(found: Iterable[Outcome], what: str = "architectures trained") -> st
     )
 
 
-def read(path: Path = FIGURES) -> tuple[dict[str, Any], list[Outcome]]:
-    """Read a file of figures: what it says of the run, and its outcomes."""
-    about, rows = read_results(path)
-    return about, [Outcome.from_dict(row) for row in rows]
-
-
 # --- what the docs publish -------------------------------------------------------------------------------------------
 
 
-def table(found: Iterable[Outcome]) -> str:
+def table(about: dict[str, Any], found: Iterable[Outcome]) -> str:
     """Write one row per architecture, as CSV."""
     heads = (
         "architecture", "outcome", "class", "trace", "peak_mib", "predicted", "budgets", "within_budget", "bit_equal",
@@ -223,115 +227,30 @@ def _cells(o: Outcome) -> list[object]:
 
 def block(about: dict[str, Any], found: list[Outcome]) -> str:
     """Write the part of the page that is made of the figures: the sum, and every exception."""
-    lines = [f"{summary(found)}.", "", f"{describe(about['machine'])}; {about['date']}."]
+    text = f"{summary(found)}.\n\n{describe(about['machine'])}; {about['date']}."
     wrong = [o for o in found if o.status == FAILED or (o.status == TRAINED and not (o.good and o.exact))]
-    if wrong:
-        lines += ["", *markdown_head(("exception", "predicted", "why"))]
-    for o in wrong:
-        said = (o.difference, o.why_not_exact) if o.status == TRAINED else (FAILED, escaped(o.reason))
-        lines.append(markdown_line((f"`{o.model_type}`", *said)))
-    return "\n".join(lines) + "\n"
-
-
-def publish() -> None:
-    """Write the table beside the page, and the sum on it."""
-    about, found = read()
-    TABLE.write_text(table(found), encoding="utf-8")
-    put_on_page(PAGE, COMMAND, block(about, found))
+    said = (
+        (o.difference, o.why_not_exact) if o.status == TRAINED else (FAILED, escaped(o.reason)) for o in wrong
+    )
+    lines = [(f"`{o.model_type}`", *words) for o, words in zip(wrong, said, strict=True)]
+    return f"{text}\n\n{markdown_table('exception | predicted | why', lines)}" if wrong else text
 
 
 def escaped(text: str) -> str:
     return text.translate(str.maketrans({"|": "\\|", "<": "&lt;", "*": "\\*", "_": "\\_", "`": "'"}))
 
 
-# --- command line ----------------------------------------------------------------------------------------------------
-
-
-def show(o: Outcome) -> None:
-    """Print an outcome as a line."""
-    if o.status != TRAINED:
-        print(f"{o.model_type:>28} {o.status}: {o.reason}", flush=True)
-        return
-    note = "" if o.good else "  <-- WRONG"
-    print(
-        f"{o.model_type:>28} {o.trace} {o.steps[0].measured_bytes / MIB:7.1f} MiB {o.difference:>8}, within "
-        f"{o.within_budget} of {len(o.planned)}, equal {o.bit_equal}, {o.seconds:.1f} s{note}",
-        flush=True,
-    )
-
-
-def sweep_parser(doc: str | None, names: str) -> Parser:
-    """Make the parser of a command that runs many models: names, ``--jobs`` and ``--resume``."""
-    parser = Parser(doc)
-    parser.add_argument("names", nargs="*", help=f"{names} (default: all)", metavar="name")
-    parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="keep the outcomes that the file already has")
-    return parser
-
-
-def done_before(path: Path | None) -> dict[str, Outcome]:
-    """Read the outcomes of a file, if the same versions of torch and transformers wrote it."""
-    if path is None or not path.exists():
-        return {}
-    about, before = read(path)
-    here = torch.__version__, transformers.__version__
-    same = (about["machine"]["torch"], about["machine"]["transformers"]) == here
-    return {o.model_type: o for o in before} if same else {}
-
-
-def run_all(
-    names: Iterable[str],
-    path: Path | None,
-    found: dict[str, Outcome],
-    *,
-    jobs: int,
-    work: Callable[[str], Outcome] = outcome_of,
-    what: str = "architectures trained",
-    **about: Any,
-) -> list[Outcome]:
-    """Run what is not found yet, print each as it comes, and write the file after each; return all by name.
-
-    Args:
-        names: what is run.
-        path: of the file; None: none.
-        found: outcomes by name that there are already; the new ones are added.
-        jobs: processes at a time.
-        work: what makes an outcome of a name.
-        what: of the summary.
-        about: more that the file says.
-    """
-    ordered = [found[name] for name in sorted(found)]
-    for outcome in in_workers([n for n in names if n not in found], work, lost, jobs=jobs):
-        found[outcome.model_type] = outcome
-        show(outcome)
-        ordered = [found[name] for name in sorted(found)]
-        rows = [o.as_dict() for o in ordered]
-        write_results(path, rows, row_a_line=True, summary=summary(ordered, what), **about)
-    return ordered
+SWEEP = Sweep("compatibility", Outcome, outcome_of, lost, summary, page=block, csv=table)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run; the exit status is 1 where a budget was broken, bits differ, or sacplan failed."""
-    parser = sweep_parser(__doc__, "model types")
-    parser.add_argument(
-        "--table", action="store_true", help="publish the figures that are there, run nothing"
-    )
-    arguments = parser.parse_args(argv)
-    if arguments.table:
-        publish()
-        return 0
-    unknown = sorted(set(arguments.names) - set(small_configs.architectures()))
+    parser, arguments = SWEEP.parse(__doc__, argv)
+    known = small_configs.architectures()
+    unknown = sorted(set(arguments.names) - set(known))
     if unknown:
         parser.error(f"no architecture of transformers {transformers.__version__}: {', '.join(unknown)}")
-    path = arguments.json or (None if arguments.names else FIGURES)
-    found = done_before(path) if arguments.resume else {}
-    torch.set_num_threads(1)
-    print(describe(machine()))
-    ordered = run_all(arguments.names or small_configs.architectures(), path, found, jobs=arguments.jobs)
-    print(summary(ordered))
-    if path == FIGURES:
-        publish()
-    return int(not all(o.good for o in ordered))
+    return int(not all(o.good for o in SWEEP.run(arguments, arguments.names or known)))
 
 
 if __name__ == "__main__":

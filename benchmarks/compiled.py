@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,18 +32,17 @@ from msgspec import structs
 from torch.utils._pytree import tree_map_only
 
 import sacplan
-from benchmarks.harness.command import Parser, run_cases
-from benchmarks.harness.results import MIB, RESULTS, ROOT, Row, read_results
+from benchmarks.harness.command import Parser, known_rows, run_cases
+from benchmarks.harness.results import MIB, Row
 from benchmarks.harness.steps import seed_everything
-from benchmarks.harness.table import Table, markdown_head, markdown_line, put_on_page
+from benchmarks.harness.table import PageTable, Table, markdown_table
 from benchmarks.models.cases import Case
 from benchmarks.models.compiled_models import MODELS
 from sacplan.core.compilation import Compilation
 from sacplan.record.compiled import really_compiled
 from sacplan.record.step import Step, call_model, default_loss
 
-FIGURES = RESULTS / "compiled.json"
-PAGE = ROOT / "docs" / "compiled.md"
+BACKENDS, WAYS, BUDGETS = ("inductor", "aot_eager"), ("whole", "blocks"), ("100%", "80%", "60%", "45%")
 SMALL = ("60%", "45%")
 LARGER = 4
 """How many times as large the batch is for the budgets that are ``SMALL``."""
@@ -182,52 +182,48 @@ def _line(row: Row) -> str:
     return _TABLE.row(*head, predicted / MIB, measured / MIB, predicted / measured - 1, str(row["holds"]))
 
 
-def main() -> None:
-    parser = Parser(__doc__, "compiled.json")
-    parser.choice("--names", MODELS)
-    parser.choice("--backends", ("aot_eager", "inductor"))
-    parser.choice("--ways", ("whole", "blocks"))
-    parser.choice("--budgets", ("100%", "80%", "60%", "45%"))
-    parser.add_argument("--table", action="store_true", help="only put the file's figures on the page")
-    torch.set_num_threads(1)
-    arguments = parser.begin(silence=True)
-    path = arguments.json
-    if not arguments.table:
-        print("figures in MiB")
-        print(_TABLE.head)
-        known = {row["case"] for row in read_results(path)[1]} if path.exists() else set()
-        cases = []
-        for name in arguments.names:
-            for backend in arguments.backends:
-                for way in arguments.ways:
-                    left = [b for b in arguments.budgets if f"{name} {backend} {way} {b}" not in known]
-                    cases += [(name, backend, way, left)] if left else []
-        run_cases(cases, lambda case: rows_of(*case), _line, path, key="case", row_a_line=True)
-    if arguments.table:
-        put_on_page(PAGE, "python -m benchmarks.compiled", table(read_results(path)[1]))
+def _cells(rows: list[Row], kind: tuple[str, str, str]) -> list[str]:
+    mine = [r for r in rows if (r["backend"], r["compiled"], r["budget"]) == kind]
+    ran = [r for r in mine if "measured" in r]
+    errors = [r["predicted"] / r["measured"] - 1 for r in ran]
+    cells = (
+        *kind, len(mine), errors.count(0.0), sum(abs(e) <= 0.005 for e in errors),
+        f"{max(errors, key=abs):+.2%}" if errors else "-",
+        sum(not r["holds"] for r in ran) if kind[-1] != "100%" else "-",
+        sum("smallest" in r for r in mine), sum("raised" in r for r in mine),
+    )  # fmt: skip
+    return list(map(str, cells))
 
 
 def table(rows: list[Row]) -> str:
     """Write the table of the page: a line for each backend, way and budget."""
-    heads = ("backend", "compiled", "budget", "steps", "to the byte", "within .5 %", "largest error", "over budget",
-             "infeasible", "raised")  # fmt: skip
-    lines = markdown_head(heads)
-    for backend in ("inductor", "aot_eager"):
-        for way in ("whole", "blocks"):
-            for budget in ("100%", "80%", "60%", "45%"):
-                mine = [
-                    r for r in rows if (r["backend"], r["compiled"], r["budget"]) == (backend, way, budget)
-                ]
-                ran = [r for r in mine if "measured" in r]
-                errors = [r["predicted"] / r["measured"] - 1 for r in ran]
-                cells = (
-                    len(mine), errors.count(0.0), sum(abs(e) <= 0.005 for e in errors),
-                    f"{max(errors, key=abs):+.2%}" if errors else "-",
-                    sum(not r["holds"] for r in ran) if budget != "100%" else "-",
-                    sum("smallest" in r for r in mine), sum("raised" in r for r in mine),
-                )  # fmt: skip
-                lines += [markdown_line((backend, way, budget, *map(str, cells)))] if mine else []
-    return "\n".join(lines) + "\n"
+    heads = (
+        "backend | compiled | budget | steps | to the byte | within .5 % | largest error | over budget | infeasible"
+        " | raised"
+    )
+    known = {(r["backend"], r["compiled"], r["budget"]) for r in rows}
+    kinds = (kind for kind in itertools.product(BACKENDS, WAYS, BUDGETS) if kind in known)
+    return markdown_table(heads, (_cells(rows, kind) for kind in kinds))
+
+
+TABLE = PageTable("compiled", "compiled.md", table)
+
+
+def main() -> None:
+    parser = Parser(__doc__, "compiled.json", TABLE)
+    parser.choice("--names", MODELS)
+    parser.choice("--backends", BACKENDS)
+    parser.choice("--ways", WAYS)
+    parser.choice("--budgets", BUDGETS)
+    torch.set_num_threads(1)
+    arguments = parser.begin(silence=True)
+    print(f"figures in MiB\n{_TABLE.head}")
+    known = {row["case"] for row in known_rows(arguments.json)}
+    cases = []
+    for kind in itertools.product(arguments.names, arguments.backends, arguments.ways):
+        left = [budget for budget in arguments.budgets if " ".join((*kind, budget)) not in known]
+        cases += [(*kind, left)] if left else []
+    run_cases(cases, lambda case: rows_of(*case), _line, arguments.json, key="case", row_a_line=True)
 
 
 if __name__ == "__main__":

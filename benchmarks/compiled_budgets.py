@@ -21,16 +21,15 @@ import torch
 import torch._functorch.config as functorch_config
 
 import sacplan
-from benchmarks.harness.command import Parser, run_cases
-from benchmarks.harness.results import MIB, ROOT, Row, read_results
+from benchmarks.harness.command import Parser, known_rows, run_cases
+from benchmarks.harness.results import MIB, Row
 from benchmarks.harness.steps import seed_everything
-from benchmarks.harness.table import Table, markdown_head, markdown_line, put_on_page
+from benchmarks.harness.table import PageTable, Table, markdown_table
 from benchmarks.models.cases import Case
 from benchmarks.models.compiled_models import MODELS
 from benchmarks.rivals import checkpoint_layers
 from sacplan.core.names import matching_modules
 
-PAGE = ROOT / "docs" / "alternatives.md"
 _SOLVERS = {
     "": {},
     " greedy": {"activation_memory_budget_solver": "greedy"},
@@ -113,50 +112,38 @@ def _line(row: Row) -> str:
     return _TABLE.row(*cells)
 
 
+def _cells(model: str, rows: list[Row]) -> list[str]:
+    mine = [row for row in rows if row["model"] == model]
+    pairs = [(row["theirs"], row["plan"]) for row in mine if row["plan"]]
+    longer = [theirs["step_ms"] / plan["step_ms"] - 1 for theirs, plan in pairs]
+    flops = [theirs["recompute_flops"] - plan["recompute_flops"] for theirs, plan in pairs]
+    more, fewer = sum(f > 0 for f in flops), sum(f < 0 for f in flops)
+    times = (f"{100 * found:+.1f} %" for found in (min(longer), statistics.median(longer), max(longer)))
+    raised = sum("raised" in row for row in mine)
+    return [model, str(len(mine)), *times, *map(str, (more, len(flops) - more - fewer, fewer, raised))]
+
+
 def table(rows: list[Row]) -> str:
     """Write the table of the page: how much longer the rivals' steps take than the plans for their peaks."""
-    heads = (
-        "model",
-        "rivals",
-        "least",
-        "median",
-        "most",
-        "recompute more FLOPs",
-        "as many",
-        "fewer",
-        "raise an error",
-    )
-    lines = markdown_head(heads)
-    for model in dict.fromkeys(row["model"] for row in rows):
-        mine = [row for row in rows if row["model"] == model]
-        pairs = [(row["theirs"], row["plan"]) for row in mine if row["plan"]]
-        longer = [theirs["step_ms"] / plan["step_ms"] - 1 for theirs, plan in pairs]
-        flops = [theirs["recompute_flops"] - plan["recompute_flops"] for theirs, plan in pairs]
-        more, fewer = sum(f > 0 for f in flops), sum(f < 0 for f in flops)
-        times = (f"{100 * found:+.1f} %" for found in (min(longer), statistics.median(longer), max(longer)))
-        raised = sum("raised" in row for row in mine)
-        counts = (more, len(flops) - more - fewer, fewer, raised)
-        lines.append(markdown_line((model, str(len(mine)), *times, *map(str, counts))))
-    return "\n".join(lines) + "\n"
+    heads = "model | rivals | least | median | most | recompute more FLOPs | as many | fewer | raise an error"
+    models = dict.fromkeys(row["model"] for row in rows)
+    return markdown_table(heads, (_cells(model, rows) for model in models))
+
+
+TABLE = PageTable("compiled_budgets", "alternatives.md", table)
 
 
 def main() -> None:
-    parser = Parser(__doc__, "compiled_budgets.json")
+    parser = Parser(__doc__, "compiled_budgets.json", TABLE)
     parser.choice("--names", MODELS, ("nanogpt", "bert", "llama", "vit", "resnet", "t5"))
-    parser.add_argument("--table", action="store_true", help="only put the file's figures on the page")
     torch.set_num_threads(1)
     arguments = parser.begin(silence=True)
-    path = arguments.json
-    if arguments.table:
-        put_on_page(PAGE, "python -m benchmarks.compiled_budgets", table(read_results(path)[1]))
-        return
-    known = {row["case"] for row in read_results(path)[1]} if path.exists() else set()
+    known = {row["case"] for row in known_rows(arguments.json)}
     rivals = [*SETTINGS, *LAYERS]
     cases = [(name, [r for r in rivals if f"{name} {r}" not in known]) for name in arguments.names]
     print(_TABLE.head)
-    run_cases(
-        [c for c in cases if c[1]], lambda case: rows_of(*case), _line, path, key="case", row_a_line=True
-    )
+    left = [case for case in cases if case[1]]
+    run_cases(left, lambda case: rows_of(*case), _line, arguments.json, key="case", row_a_line=True)
 
 
 if __name__ == "__main__":

@@ -41,9 +41,9 @@ import sacplan
 from benchmarks.gpu_times import CHANGED, profiled
 from benchmarks.harness.command import Parser
 from benchmarks.harness.plans import as_budget, budget_at, timed
-from benchmarks.harness.results import MIB, RESULTS, ROOT, Row, read_results, write_results
+from benchmarks.harness.results import MIB, RESULTS, Row, read_results, write_results
 from benchmarks.harness.steps import tensors_of
-from benchmarks.harness.table import Table, markdown_head, markdown_line, put_on_page
+from benchmarks.harness.table import PageTable, Table, markdown_table
 from benchmarks.models import gpu_models
 from sacplan.device.attention import AttentionCall, attention_backend
 from sacplan.device.calibrate import calibrate
@@ -56,7 +56,7 @@ from sacplan.running.measure import measured_step
 ZOO = ("gpt2", "llama", "t5", "bert", "vit", "mixtral", "resnet", "mamba")
 KINDS = ("bf16", "autocast")
 TIMED_STEPS = 5
-FIGURES, PAGE = RESULTS / "gpu_h100.json", ROOT / "docs" / "gpu.md"
+FIGURES = RESULTS / "gpu_h100.json"
 MORE_STEPS = 8
 """After the first, as ``device_memory`` plays."""
 SHARES = (0.3, 0.7)
@@ -379,7 +379,7 @@ def main(arguments: list[str] | None = None) -> int:
         predict_again(rows)
         write_results(FIGURES, rows, **about)
     if options.table or options.predict:
-        put_on_page(PAGE, "python -m benchmarks.gpu", table(read_results(FIGURES)[1]))
+        TABLE.put(read_results(FIGURES)[1])
         return 0
     known = [*gpu_models.MODELS, *(f"transformers/{n}" for n in ZOO)]
     unknown = sorted(set(options.names or ()) - set(known))
@@ -478,36 +478,28 @@ def _print_row(row: Row) -> None:
         print(_TABLE.row(*about, budget, *peaks, reserved, ms, r["measured_ms"], equal), flush=True)
 
 
+def _cells(row: Row) -> Iterator[tuple[str, ...]]:
+    """Yield the cells of each step of a model, without a plan and with one."""
+    steps = [("none", row, row["predicted_ms"]["datasheet"])]
+    steps += [(f"{p['budget_bytes'] / MIB:,.0f} MiB", p, p["predicted_ms"]) for p in row["plans"]]
+    for budget, r, ms in steps:
+        predicted, measured = r["predicted_peak_bytes"], r["measured_peak_bytes"]
+        ours, theirs = (
+            r[who]["steps"]["max_memory_allocated"] for who in ("predicted_allocator", "allocator")
+        )
+        yield (
+            f"`{row['model']}`", budget, f"{predicted / MIB:,.2f}", f"{measured / MIB:,.2f}",
+            f"{predicted / measured - 1:+.3%}", f"{ours / theirs - 1:+.2%}", f"{ms:.1f}", f"{r['measured_ms']:.1f}",
+        )  # fmt: skip
+
+
 def table(rows: list[Row]) -> str:
-    """Write the table of the page: a line for each step, without a plan and with one."""
-    heads = (
-        "model",
-        "plan",
-        "predicted MiB",
-        "measured MiB",
-        "error",
-        "allocated",
-        "predicted ms",
-        "measured ms",
-    )
-    lines = markdown_head(heads)
-    for row in rows:
-        if "plans" not in row:
-            continue
-        steps = [("none", row, row["predicted_ms"]["datasheet"])]
-        steps += [(f"{p['budget_bytes'] / MIB:,.0f} MiB", p, p["predicted_ms"]) for p in row["plans"]]
-        for budget, r, ms in steps:
-            predicted, measured = r["predicted_peak_bytes"], r["measured_peak_bytes"]
-            blocks = [
-                each["steps"]["max_memory_allocated"] for each in (r["predicted_allocator"], r["allocator"])
-            ]
-            cells = (
-                f"`{row['model']}`", budget, f"{predicted / MIB:,.2f}", f"{measured / MIB:,.2f}",
-                f"{predicted / measured - 1:+.3%}", f"{blocks[0] / blocks[1] - 1:+.2%}", f"{ms:.1f}",
-                f"{r['measured_ms']:.1f}",
-            )  # fmt: skip
-            lines.append(markdown_line(cells))
-    return "\n".join(lines) + "\n"
+    """Write the table of the page."""
+    heads = "model | plan | predicted MiB | measured MiB | error | allocated | predicted ms | measured ms"
+    return markdown_table(heads, (cells for row in rows if "plans" in row for cells in _cells(row)))
+
+
+TABLE = PageTable("gpu", "gpu.md", table)
 
 
 def _print_attention(data: Row) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import sys
 import tempfile
 import warnings
 from collections import Counter
@@ -32,22 +31,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
 from transformers.models.auto import configuration_auto
 
 import sacplan
-from benchmarks.compatibility import sweep_parser
-from benchmarks.harness.processes import Limits, in_workers
-from benchmarks.harness.results import GIB, RESULTS, ROOT, describe, machine, read_results, write_results
-from benchmarks.harness.table import csv_text, markdown_head, markdown_line, put_on_page
+from benchmarks.harness.processes import Limits
+from benchmarks.harness.results import GIB, Row, describe
+from benchmarks.harness.sweep import Sweep
+from benchmarks.harness.table import csv_text, markdown_table
 from benchmarks.models import small_configs
 from sacplan.integrations.hf import models as hf
 from sacplan.integrations.hf.target import ModelOptions
 
-FIGURES = RESULTS / "hf_targets.json"
-PAGE, COMMAND = ROOT / "docs" / "hf_targets.md", "python -m benchmarks.hf_targets"
-TABLE = ROOT / "docs" / "data" / "hf_targets.csv"
 DEVICE = "h100"
 _LIMITS = Limits(seconds=240.0, items=25)
 _NO_OPTIONS = ModelOptions()
@@ -80,6 +75,25 @@ class Outcome:
     @property
     def profiled(self) -> bool:
         return bool(self.configuration)
+
+    @property
+    def done(self) -> bool:
+        """Whether the default configuration has a step."""
+        return self.configuration == "default"
+
+    def __str__(self) -> str:
+        """Write the outcome as a line."""
+        figures = f"{self.configuration} {self.model_class} {self.inputs} {self.peak_bytes / GIB:.2f} GiB"
+        return f"{self.model_type:>28} {figures if self.profiled else self.reason}"
+
+    def as_row(self) -> Row:
+        """Return the row of the file."""
+        return asdict(self)
+
+    @classmethod
+    def of_row(cls, row: Row) -> Outcome:
+        """Return the outcome of a row of the file."""
+        return cls(**row)
 
 
 def model_types() -> tuple[str, ...]:
@@ -215,12 +229,6 @@ def summary(found: Iterable[Outcome]) -> str:
     )
 
 
-def read(path: Path = FIGURES) -> tuple[dict[str, Any], list[Outcome]]:
-    """Read a file of figures: what it says of the run, and its outcomes."""
-    about, rows = read_results(path)
-    return about, [Outcome(**row) for row in rows]
-
-
 # --- what the docs publish -------------------------------------------------------------------------------------------
 
 
@@ -249,20 +257,12 @@ def block(about: dict[str, Any], found: list[Outcome]) -> str:
     reasons = Counter(
         re.sub(r"the library \S+, which", "a library that", why(o.reason)) for o in found if not o.profiled
     )
-    lines += ["", *markdown_head(("no step because", "model types"))]
-    lines += [markdown_line((reason, str(n))) for reason, n in reasons.most_common()]
-    return "\n".join(lines) + "\n"
+    counted = ((reason, str(n)) for reason, n in reasons.most_common())
+    return "\n".join([*lines, "", markdown_table("no step because | model types", counted)])
 
 
 def _option(o: Outcome) -> str:
     return o.options
-
-
-def publish() -> None:
-    """Write the table beside the page, and the sum on it."""
-    about, found = read()
-    TABLE.write_text(table(about, found), encoding="utf-8")
-    put_on_page(PAGE, COMMAND, block(about, found))
 
 
 _WHY = (
@@ -303,59 +303,18 @@ def why(reason: str) -> str:
     return "its default configuration does not run"
 
 
-# --- command line ----------------------------------------------------------------------------------------------------
+SWEEP = Sweep("hf_targets", Outcome, outcome_of, lost, summary, _LIMITS, block, table)
 
 
-def show(o: Outcome) -> None:
-    """Print an outcome as a line."""
-    told = (
-        f"{o.configuration} {o.model_class} {o.inputs} {o.peak_bytes / GIB:.2f} GiB"
-        if o.profiled
-        else o.reason
-    )
-    print(f"{o.model_type:>28} {told}", flush=True)
-
-
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     """Run the sweep, and write the file after each model type."""
-    parser = sweep_parser(__doc__, "model types")
-    parser.add_argument("--failed", action="store_true", help="again those of the file that had no step")
-    parser.add_argument(
-        "--table", action="store_true", help="publish the figures that are there, run nothing"
-    )
-    arguments = parser.parse_args(argv)
-    if arguments.table:
-        publish()
-        return 0
+    parser, arguments = SWEEP.parse(__doc__, argv)
     known = model_types()
     unknown = sorted(set(arguments.names) - set(known))
     if unknown:
         parser.error(f"no model type of transformers {transformers.__version__}: {', '.join(unknown)}")
-    path = arguments.json or (None if arguments.names else FIGURES)
-    before = (
-        read(path)[1] if path is not None and path.exists() and (arguments.resume or arguments.failed) else []
-    )
-    found = {o.model_type: o for o in before if o.configuration == "default" or not arguments.failed}
-    torch.set_num_threads(1)
-    print(describe(machine()))
-    waiting = [name for name in arguments.names or known if name not in found]
-    for outcome in in_workers(waiting, outcome_of, lost, jobs=arguments.jobs, limits=_LIMITS):
-        found[outcome.model_type] = outcome
-        show(outcome)
-        ordered = [found[name] for name in sorted(found)]
-        write_results(
-            path,
-            [asdict(o) for o in ordered],
-            row_a_line=True,
-            summary=summary(ordered),
-            model_types=len(known),
-            parts=parts(),
-        )
-    print(summary(found.values()))
-    if path == FIGURES:
-        publish()
-    return 0
+    SWEEP.run(arguments, arguments.names or known, model_types=len(known), parts=parts())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

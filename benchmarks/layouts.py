@@ -25,7 +25,7 @@ import torch
 import sacplan
 from benchmarks.harness.command import Parser
 from benchmarks.harness.results import GIB, Row, write_results
-from benchmarks.harness.table import markdown_line
+from benchmarks.harness.table import markdown_table
 from benchmarks.models.cases import empty_text, fused_adamw, llama_3_8b
 from sacplan.planning.limits import DEFAULT_HEADROOM
 
@@ -55,17 +55,7 @@ RUNS: dict[str, tuple[str, int, tuple[int, ...]]] = {
 }
 """Shape, devices, and numbers of sequences in a step of all ranks together."""
 
-COLUMNS = {
-    "mesh": "mesh",
-    "name": "spread as",
-    "run_by": "run by",
-    "unplanned": "peak, no plan",
-    "peak": "with a plan",
-    "step": "step",
-    "recompute": "of it recomputed",
-    "collective": "of it waiting",
-    "tokens": "tokens/s",
-}
+HEADS = "mesh | spread as | run by | peak, no plan | with a plan | step | of it recomputed | of it waiting | tokens/s"
 
 
 def model_of(shape: str) -> torch.nn.Module:
@@ -163,11 +153,9 @@ def cells_of(row: Row, length: int) -> list[str]:
     return [*way, *peaks, *times, f"{row['samples_per_s'] * length:,.0f}"]
 
 
-def table(run: Row, most: int | None = None) -> list[str]:
+def table(run: Row, most: int | None = None) -> str:
     """Write a run as a table in Markdown: what fits, the fastest first, then the ways that do not."""
-    rows = run["rows"] if most is None else run["rows"][:most]
-    lines = [markdown_line(COLUMNS.values()), "|---|---|---|" + "---:|" * (len(COLUMNS) - 3)]
-    return lines + [markdown_line(cells_of(row, run["length"])) for row in rows]
+    return markdown_table(HEADS, (cells_of(row, run["length"]) for row in run["rows"][:most]))
 
 
 _SHORT = 9
@@ -182,7 +170,7 @@ def markdown(runs: Sequence[Row], shape: str = "8b") -> str:
             continue
         gpus = f"{run['devices']} GPU{'s' if run['devices'] > 1 else ''}"
         sequences = f"{run['sequences']} sequence{'s' if run['sequences'] > 1 else ''}"
-        found += ["", f"**{gpus}, {sequences} a step**", "", *table(run, _SHORT)]
+        found += ["", f"**{gpus}, {sequences} a step**", "", table(run, _SHORT)]
         left = len(run["rows"]) - _SHORT
         if left > 0:
             fit = sum(row["fits"] for row in run["rows"][_SHORT:])
@@ -210,7 +198,7 @@ def _line(run: Row) -> str:
         f"\n{run['shape']} on {run['devices']} x {DEVICE}, {run['sequences']} sequences: one device would take "
         f"{run['one_device_peak_bytes'] / GIB:.0f} GiB; {run['ops']} ops; {seconds}"
     )
-    return "\n".join([head, *table(run), *refusals(run)])
+    return "\n".join([head, table(run), *refusals(run)])
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ import sacplan
 from benchmarks.harness.command import Parser
 from benchmarks.harness.plans import plan_or_least, timed
 from benchmarks.harness.results import GIB, Row, write_results
-from benchmarks.harness.table import markdown_head, markdown_line
+from benchmarks.harness.table import markdown_table
 from benchmarks.models import cases
 from tests.zoo import convnets
 
@@ -148,7 +148,7 @@ def check_different(rows: list[Row], alike: frozenset[str]) -> None:
 
 def _is_chain(profile: sacplan.Profile) -> bool:
     try:
-        sacplan.Chain.from_profile(profile)
+        profile.chain  # noqa: B018, the property raises
     except sacplan.errors.PlanError:
         return False
     return True
@@ -176,17 +176,18 @@ def _for_bytes(profile: sacplan.Profile, budget_bytes: int, solver: str) -> Row 
 def markdown(rows: list[Row]) -> str:
     """Write the table of one model, under its title."""
     solvers = [solver for solver in SOLVERS if solver in rows[0]]
-    heads = [
-        "mode", "peak GiB", "recompute, % of time", "% of FLOPs",
-        *(f"{solver}: {share}" for solver in solvers for share in ("% of time", "% of FLOPs")),
-    ]  # fmt: skip
-    lines = [f"**{rows[0]['title']}**", "", *markdown_head(heads)]
-    for row in rows:
-        cells = [row["mode"], f"{row['peak_bytes'] / GIB:.2f}", *_shares(row)]
-        for solver in solvers:
-            cells += _shares(row[solver])
-        lines.append(markdown_line(cells))
-    return "\n".join(lines) + "\n"
+    heads = ["mode", "peak GiB", "recompute, % of time", "% of FLOPs"]
+    heads += [f"{solver}: {share}" for solver in solvers for share in ("% of time", "% of FLOPs")]
+    lines = (
+        (
+            row["mode"],
+            f"{row['peak_bytes'] / GIB:.2f}",
+            *_shares(row),
+            *(s for solver in solvers for s in _shares(row[solver])),
+        )
+        for row in rows
+    )
+    return f"**{rows[0]['title']}**\n\n{markdown_table(' | '.join(heads), lines)}\n"
 
 
 def _shares(figures: Row | None) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """What does it cost to hold a budget by recomputation, by offloading, by both, and with chunks?
 
     python -m benchmarks.offload [--models llama resnet50] [--device h100]
-    python -m benchmarks.offload --table      # the table of docs/offload.md, from the figures that are there
+    python -m benchmarks.offload --table      # puts the table on docs/offload.md
 
 Models: the nine of ``gpu_models.py`` at the size of the famous ones, and eight layers of Llama-3-8B's shape on 8,192
 tokens; bfloat16, on the meta device, nothing is computed. A row is a model with its smallest peak by each choice of
@@ -24,9 +24,9 @@ import torch
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.plans import budget_at, plan_or_least
-from benchmarks.harness.results import GIB, Row, read_results
+from benchmarks.harness.results import GIB, Row
 from benchmarks.harness.streams import planned_ms, simulated
-from benchmarks.harness.table import markdown_head, markdown_line
+from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.models import chunk_models, gpu_models
 from benchmarks.models.cases import Case
 
@@ -135,34 +135,31 @@ def _line(row: Row) -> str:
     return "\n".join(lines)
 
 
+def _cells(row: Row) -> Iterator[str]:
+    """Yield the cells of a model: for its three budgets, by how many ms the step becomes longer."""
+    of = list(row["budgets"].values())
+    yield f"`{row['model']}`"
+    yield f"{row['plain_peak_bytes'] / GIB:.2f} GiB, {row['plain_step_ms']:.1f} ms"
+    yield ", ".join(f"{each['budget_bytes'] / GIB:.2f}" for each in of)
+    for choice in CHOICES:
+        yield ", ".join(f"{each[choice]['longer_ms']:.2f}" if each[choice]["held"] else "over" for each in of)
+    yield ", ".join(f"{each['both']['host_bytes'] / GIB:.2f}" if each["both"]["held"] else "-" for each in of)
+
+
 def table(rows: Iterable[Row]) -> str:
-    """Return the table of the page: for each model and its three budgets, by how many ms the step becomes longer."""
-    lines = markdown_head(("model", "step", "budgets, GiB", *CHOICES, "host, both, GiB"))
-    for row in rows:
-        of = list(row["budgets"].values())
-        longer = (
-            [f"{each[choice]['longer_ms']:.2f}" if each[choice]["held"] else "over" for each in of]
-            for choice in CHOICES
-        )
-        cells = (
-            [f"{each['budget_bytes'] / GIB:.2f}" for each in of],
-            *longer,
-            [f"{each['both']['host_bytes'] / GIB:.2f}" if each["both"]["held"] else "-" for each in of],
-        )
-        step = f"{row['plain_peak_bytes'] / GIB:.2f} GiB, {row['plain_step_ms']:.1f} ms"
-        lines.append(markdown_line((f"`{row['model']}`", step, *map(", ".join, cells))))
-    return "\n".join(lines)
+    """Return the table of the page."""
+    heads = f"model | step | budgets, GiB | {' | '.join(CHOICES)} | host, both, GiB"
+    return markdown_table(heads, map(_cells, rows))
+
+
+TABLE = PageTable("offload", "offload.md", table)
 
 
 def main() -> None:
-    parser = Parser(__doc__, "offload.json")
-    parser.add_argument("--table", action="store_true", help="print the table from the file, run nothing")
+    parser = Parser(__doc__, "offload.json", TABLE)
     parser.choice("--models", MODELS)
     parser.add_argument("--device", default="h100")
     arguments = parser.begin(silence=True)
-    if arguments.table:
-        print(table(read_results(arguments.json)[1]))
-        return
     run_cases(
         arguments.models, lambda name: rows_of(name, arguments.device), _line, arguments.json, key="model"
     )

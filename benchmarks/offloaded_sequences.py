@@ -1,7 +1,7 @@
 """How long a sequence fits one GPU with offloading, chunks and the optimizer on the host, and what does it cost?
 
     python -m benchmarks.offloaded_sequences [--cases llama-3-8b-h100 gemma-2-2b-h100] [--steps short long longest]
-    python -m benchmarks.offloaded_sequences --table    # the table of docs/offload.md, from the figures that are there
+    python -m benchmarks.offloaded_sequences --table    # puts the table on docs/offload.md
 
 Models: the shapes of Llama-3-8B and Gemma-2-2B for an H100, and of Llama-3.2-1B and 3B for an RTX 4090, with all their
 layers, in bfloat16, one sequence, on the meta device; nothing is computed. The optimizer is torchao's AdamW on the
@@ -24,15 +24,16 @@ processor time. The file keeps the rows that a run does not make again.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.plans import as_budget
-from benchmarks.harness.results import GIB, Row, read_results
-from benchmarks.harness.table import markdown_head, markdown_line
+from benchmarks.harness.results import GIB, Row
+from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.models import chunk_models
 from benchmarks.models.cases import Case
 from sacplan.device.devices import resolve_device
@@ -165,58 +166,42 @@ def _line(row: Row) -> str:
     )
 
 
-def in_order(rows: Iterable[Row]) -> list[Row]:
-    """Return rows by case and step."""
-    names = list(CASES)
-    return sorted(rows, key=lambda row: (names.index(row["case"]), STEPS.index(row["step"])))
+def _cells(row: Row) -> tuple[str, ...]:
+    what = {"short": ", smallest peak", "long": "", "longest": ", the longest"}[row["step"]]
+    return (
+        f"`{row['model']}`",
+        f"`{row['device']}`, {row['budget_bytes'] / GIB:.1f} GiB; {row['host_budget_bytes'] / GIB:.0f} GiB",
+        f"{row['tokens']:,} tokens{what}",
+        f"{row['peak_bytes'] / GIB:.2f} GiB",
+        f"{row['host_bytes'] / GIB:.1f}, {row['optimizer_host_bytes'] / GIB:.1f} GiB",
+        f"{row['share']:+.1%}".replace("%", " %"),
+        f"{row['planning_s']:.0f} s",
+    )
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return the table of the page."""
-    lines = markdown_head(
-        (
-            "model",
-            "device; host",
-            "step",
-            "peak",
-            "on the host: activations, optimizer",
-            "time",
-            "planned in",
-        )
+    """Return the table of the page; a model is named once."""
+    heads = "model | device; host | step | peak | on the host: activations, optimizer | time | planned in"
+    names = list(CASES)
+    ordered = sorted(rows, key=lambda row: (names.index(row["case"]), STEPS.index(row["step"])))
+    known = [""] + [row["case"] for row in ordered]
+    cells = (
+        _cells(row) if row["case"] != before else ("", "", *_cells(row)[2:])
+        for row, before in zip(ordered, known, strict=False)
     )
-    known = ""
-    for row in in_order(rows):
-        what = {"short": ", smallest peak", "long": "", "longest": ", the longest"}[row["step"]]
-        cells = (
-            f"`{row['model']}`",
-            f"`{row['device']}`, {row['budget_bytes'] / GIB:.1f} GiB; {row['host_budget_bytes'] / GIB:.0f} GiB",
-            f"{row['tokens']:,} tokens{what}",
-            f"{row['peak_bytes'] / GIB:.2f} GiB",
-            f"{row['host_bytes'] / GIB:.1f}, {row['optimizer_host_bytes'] / GIB:.1f} GiB",
-            f"{row['share']:+.1%}".replace("%", " %"),
-            f"{row['planning_s']:.0f} s",
-        )
-        # A model is named once.
-        lines.append(markdown_line(cells if row["case"] != known else ("", "", *cells[2:])))
-        known = row["case"]
-    return "\n".join(lines)
+    return markdown_table(heads, cells)
+
+
+TABLE = PageTable("offloaded_sequences", "offload.md", table)
 
 
 def main() -> None:
-    parser = Parser(__doc__, "offloaded_sequences.json")
-    parser.add_argument("--table", action="store_true", help="print the table from the file, run nothing")
+    parser = Parser(__doc__, "offloaded_sequences.json", TABLE)
     parser.choice("--cases", CASES)
     parser.choice("--steps", STEPS)
     arguments = parser.begin(silence=True)
-    if arguments.table:
-        print(table(read_results(arguments.json)[1]))
-        return
-
-    def rows_of(asked: tuple[str, str]) -> Iterator[Row]:
-        yield measured(*asked)
-
-    asked = [(name, step) for name in arguments.cases for step in arguments.steps]
-    run_cases(asked, rows_of, _line, arguments.json, key="row")
+    asked = itertools.product(arguments.cases, arguments.steps)
+    run_cases(asked, lambda one: [measured(*one)], _line, arguments.json, key="row")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from benchmarks.harness.command import Parser
 from benchmarks.harness.processes import Limits, in_workers
 from benchmarks.harness.results import Row, read_results, write_results
 from benchmarks.harness.steps import on_one_thread, tensors_of
-from benchmarks.harness.table import markdown_head, markdown_line
+from benchmarks.harness.table import markdown_table
 from benchmarks.models.op_samples import OpStep, full_name, loss_of, op_database, samples_of
 from sacplan.record.step import Step, call_model
 from sacplan.running.measure import measured_step
@@ -146,27 +146,30 @@ def markdown(rows: Sequence[Row]) -> str:
     off = [row for row in compared if is_off(row)]
     real = sum(row["trace"] == "real" for row in compared)
     failed = [row for row in rows if "error_real" in row or "raised_real" in row or "ended" in row]
-    lines = [
+    parts = [
         f"{len(compared)} ops compared, {len(compared) - len(off)} within {TOLERANCE:.0%} without a plan and with "
-        f'everything discarded; {real} of them with `trace="real"`.',
-        "",
-        *markdown_head(("op", "unplanned", "everything discarded", "why")),
+        f'everything discarded; {real} of them with `trace="real"`.'
     ]
-    for row in sorted(off, key=lambda row: row["op"]):
-        shown = ["-" if d is None else f"{d:+.1%}" for d in differences(row)]
-        lines.append(markdown_line([f"`{row['op']}`", *shown, reason_of(row) or "not known yet"]))
+    shown = (
+        (row, ["-" if d is None else f"{d:+.1%}" for d in differences(row)]) for row in sorted(off, key=_name)
+    )
+    why = ((f"`{row['op']}`", *by, reason_of(row) or "not known yet") for row, by in shown)
+    parts.append(markdown_table("op | unplanned | everything discarded | why", why))
     if failed:
-        lines += ["", *markdown_head(("cannot be traced", "what is said"))]
-        for row in sorted(failed, key=lambda row: row["op"]):
-            said = next(row[k] for k in ("ended", "error_real", "raised_real") if k in row)
-            lines.append(markdown_line([f"`{row['op']}`", said[:160].replace("|", "/")]))
+        said = (
+            (row["op"], next(row[k] for k in ("ended", "error_real", "raised_real") if k in row))
+            for row in sorted(failed, key=_name)
+        )
+        cells = ((f"`{op}`", text[:160].replace("|", "/")) for op, text in said)
+        parts.append(markdown_table("cannot be traced | what is said", cells))
     raw = sorted({f"`{row['op']}`" for row in rows if "raised_fake" in row})
     if raw:
-        lines += [
-            "",
-            f"A fake trace stops with an error of PyTorch's, not of sacplan's, at {', '.join(raw)}.",
-        ]
-    return "\n".join(lines)
+        parts.append(f"A fake trace stops with an error of PyTorch's, not of sacplan's, at {', '.join(raw)}.")
+    return "\n\n".join(parts)
+
+
+def _name(row: Row) -> str:
+    return str(row["op"])
 
 
 # --- all of them ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.plans import timed
-from benchmarks.harness.processes import ProcessFailed, in_own_process
+from benchmarks.harness.processes import Limits, in_workers
 from benchmarks.harness.results import Row
 from benchmarks.harness.table import Table
 from benchmarks.models import cases
@@ -40,7 +40,8 @@ def main() -> None:
     def rows_of(who_and_layers: tuple[str, int]) -> list[Row]:
         who, layers = who_and_layers
         limit = arguments.prototype_limit if who == "prototype" else 600.0
-        return [{"layers": layers, "who": who} | _run_one(limit, RUNS[who], layers)]
+        (found,) = in_workers([str(layers)], RUNS[who], _stopped, jobs=1, limits=Limits(seconds=limit))
+        return [{"layers": layers, "who": who} | found]
 
     def line(row: Row) -> str:
         cells = _TABLE.row(row["layers"], row["who"], *(row.get(stage) for stage in _STAGES))
@@ -50,15 +51,9 @@ def main() -> None:
     run_cases([(who, n) for n in arguments.layers for who in RUNS], rows_of, line, arguments.json)
 
 
-def _run_one(limit: float, run: Callable[..., Row], *arguments: Any) -> Row:
-    """Run a planner in a process of its own; where it does not end well, the result says why."""
-    try:
-        found: Row = in_own_process(run, *arguments, timeout=limit)
-    except TimeoutError:
-        return {"result": f"stopped after {limit:.0f} s"}
-    except ProcessFailed as error:
-        return {"result": f"failed: {str(error).splitlines()[-1][:80]}"}
-    return found
+def _stopped(layers: str, reason: str, seconds: float) -> Row:
+    """Return the result of a planner whose process did not end well."""
+    return {"result": reason.replace("not done", "stopped")}
 
 
 def _peak_mib() -> float:
@@ -68,12 +63,12 @@ def _peak_mib() -> float:
 # --- planners ---------------------------------------------------------------------------------------------
 
 
-def run_sacplan(layers: int) -> Row:
+def run_sacplan(layers: str) -> Row:
     """Run one plain fake step, then each stage of profile and plan."""
     with sacplan.fake_device("h100"):
-        fake, tokens = Transformer(n_layers=layers), torch.randint(0, 8192, (8, 1024))
+        fake, tokens = Transformer(n_layers=int(layers)), torch.randint(0, 8192, (8, 1024))
         _, step = timed(lambda: fake(tokens).sum().backward())
-    return {"step": step} | _stages(cases.example(layers))
+    return {"step": step} | _stages(cases.example(int(layers)))
 
 
 def _stages(case: cases.Case) -> Row:
@@ -94,7 +89,7 @@ def _stages(case: cases.Case) -> Row:
     }  # fmt: skip
 
 
-def run_prototype(layers: int) -> Row:
+def run_prototype(layers: str) -> Row:
     """Plan the same through torch.distributed._tools, as its example drives it."""
     from torch.distributed._tools.ilp_utils import (
         aggregate_stats,
@@ -111,7 +106,7 @@ def run_prototype(layers: int) -> Row:
 
     RuntimeEstimator._roofline_estimate = constant  # type: ignore[assignment, method-assign]
     with sacplan.fake_device("h100"):
-        model, batch = Transformer(n_layers=layers), torch.randint(0, 8192, (8, 1024))
+        model, batch = Transformer(n_layers=int(layers)), torch.randint(0, 8192, (8, 1024))
 
         def step() -> None:
             model(batch).sum().backward()
@@ -142,7 +137,7 @@ def run_prototype(layers: int) -> Row:
     }  # fmt: skip
 
 
-RUNS: dict[str, Callable[[int], Row]] = {"sacplan": run_sacplan, "prototype": run_prototype}
+RUNS: dict[str, Callable[[str], Row]] = {"sacplan": run_sacplan, "prototype": run_prototype}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.harness.command import Parser
 from benchmarks.harness.played import RunFigures, allocator_figures
 from benchmarks.harness.results import GIB, MIB, RESULTS, ROOT, Row, read_results, write_results
-from benchmarks.harness.table import Table, csv_text, markdown_head, markdown_line
+from benchmarks.harness.table import Table, csv_text, markdown_table
 from benchmarks.models.published_step import COMPILE, Point, Step
 from benchmarks.models.published_steps import STEPS
 from benchmarks.models.published_times import timed_rows
@@ -196,15 +196,14 @@ def percentile(errors: Sequence[float], share: float) -> float:
 
 def errors_table(found: Sequence[tuple[str, float, str]]) -> str:
     """Return the table of errors by kind of figure, given the kind, the error, and the step of each figure."""
-    lines = markdown_head(("figures", "how many", "median error", "90th percentile", "worst", "of"))
+    lines = []
     for group in dict.fromkeys(group for group, _, _ in found):
         of_group = [(error, name) for kind, error, name in found if kind == group]
         errors = [error for error, _ in of_group]
         worst, of = max(of_group, key=lambda each: abs(each[0]))
         within = (_percent(percentile(errors, share), signed=False) for share in (0.5, 0.9))
-        cells = (group, str(len(errors)), *within, _percent(worst), f"`{of}`")
-        lines.append(markdown_line(cells))
-    return "\n".join(lines)
+        lines.append((group, str(len(errors)), *within, _percent(worst), f"`{of}`"))
+    return markdown_table("figures | how many | median error | 90th percentile | worst | of", lines)
 
 
 def _short(row: Row) -> str:
@@ -231,16 +230,8 @@ def csv_table(rows: Sequence[Row]) -> str:
     """Return all figures as CSV, those first that are furthest off, and then those that are not compared."""
     published = published_rows()
     heads = (
-        "step",
-        "source",
-        "on",
-        "kind",
-        "figure",
-        "published",
-        "predicted",
-        "error_percent",
-        "not_known_or_missing",
-    )
+        "step", "source", "on", "kind", "figure", "published", "predicted", "error_percent", "not_known_or_missing",
+    )  # fmt: skip
     found: list[tuple[float, tuple[str, ...]]] = []
     for row in rows:
         source = published[row["id"]]
@@ -278,9 +269,7 @@ def offloading_table(rows: Sequence[Row]) -> str:
     """Return the table of ``docs/offload.md``: what offloading changes, as published and as predicted."""
     by_id = {row["id"]: row for row in rows}
     source = published_rows()
-    lines = markdown_head(
-        ("on the host", "peak, published", "predicted", "error", "time, published", "time, predicted")
-    )
+    lines = []
     for what, (without, with_it) in OFFLOADED.items():
         before, after = by_id[without], by_id[with_it]
         peaks = [
@@ -288,8 +277,9 @@ def offloading_table(rows: Sequence[Row]) -> str:
             for key in ("published_bytes", "predicted_bytes")
         ]
         slower = [_percent(before[key] / after[key] - 1) for key in ("published_per_s", "predicted_per_s")]
-        lines.append(markdown_line((what, *peaks, _percent(after["error"]), *slower)))
-    return "\n".join(lines)
+        lines.append((what, *peaks, _percent(after["error"]), *slower))
+    heads = "on the host | peak, published | predicted | error | time, published | time, predicted"
+    return markdown_table(heads, lines)
 
 
 def _ops(rows: Sequence[Row]) -> list[str]:

@@ -1,7 +1,7 @@
 """What does a plan for LoRA training on a small GPU cost, and what does swapping blocks by hand cost there?
 
     python -m benchmarks.swapping [--models 'flux, 512'] [--devices 12GB 16GB]
-    python -m benchmarks.swapping --table      # the table of docs/offload.md, from the figures that are there
+    python -m benchmarks.swapping --table      # puts the table on docs/offload.md
 
 Models: the denoisers of Flux, for images of 512 and 1,024 pixels, and of Wan, for 33 frames of 832 x 480, from their
 published configurations, in bfloat16, with adapters of rank 16; nothing is computed. A row is a model on a GPU of 12,
@@ -20,8 +20,8 @@ from itertools import product
 
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
-from benchmarks.harness.results import GIB, Row, read_results
-from benchmarks.harness.table import markdown_head, markdown_line
+from benchmarks.harness.results import GIB, Row
+from benchmarks.harness.table import PageTable, markdown_table
 from sacplan.cli.targets import load_target
 from sacplan.integrations.hf.target import ModelOptions
 from sacplan.planning.candidate import Candidate
@@ -64,31 +64,33 @@ def row_of(model: str, device: str) -> Row:
         "longer_ms": plan.recompute_ms + plan.added_ms,
         "recompute_ms": plan.recompute_ms,
         "host_bytes": plan.host_bytes,
-        "by_hand": best_by_hand(profile, plan.budget_bytes),
+        "by_hand": best_within(ways_by_hand(profile), plan.budget_bytes),
     }
 
 
-def best_by_hand(profile: sacplan.Profile, limit_bytes: int) -> Row | None:
-    """Return the cheapest way to swap N blocks whose peak is within a limit; None if there is none."""
+def ways_by_hand(profile: sacplan.Profile) -> list[Row]:
+    """Return all ways to swap N blocks, each with its time and its peak."""
     step = Request(techniques=TECHNIQUES).planner(profile).basis.recorded
     checkpointed = sacplan.policy("full", profile=profile).decisions
     program = rewritten(step.program, checkpointed, step.device)
     found = regions(step, 1, TECHNIQUES)
     blocks = [region for region in found if not region.members and "blocks." in region.unit]
     rows: list[Row] = []
-    for n in range(len(blocks) + 1):
+    for n, ahead in product(range(len(blocks) + 1), (True, False)):
         even = [blocks[i * len(blocks) // n] for i in range(n)]
         for which, chosen in {"first": blocks[:n], "last": blocks[len(blocks) - n :], "even": even}.items():
-            for ahead in (True, False):
-                taken = [(block, _all_weights(block, ahead=ahead)) for block in chosen]
-                weights = ALL["offload"].decisions(program, taken)
-                one = Candidate(step, (*checkpointed, *weights), "feasible")
-                if one.footprint.peak_bytes <= limit_bytes:
-                    rows.append(
-                        {"blocks": n, "of": len(blocks), "which": which, "ahead": ahead}
-                        | {"longer_ms": one.cost, "peak_bytes": one.footprint.peak_bytes}
-                    )
-    return min(rows, key=lambda row: row["longer_ms"], default=None)
+            taken = [(block, _all_weights(block, ahead=ahead)) for block in chosen]
+            weights = ALL["offload"].decisions(program, taken)
+            one = Candidate(step, (*checkpointed, *weights), "feasible")
+            about = {"blocks": n, "of": len(blocks), "which": which, "ahead": ahead}
+            rows.append(about | {"longer_ms": one.cost, "peak_bytes": one.footprint.peak_bytes})
+    return rows
+
+
+def best_within(ways: list[Row], limit_bytes: int) -> Row | None:
+    """Return the cheapest of these ways whose peak is within a limit; None if there is none."""
+    fitting = (row for row in ways if row["peak_bytes"] <= limit_bytes)
+    return min(fitting, key=lambda row: row["longer_ms"], default=None)
 
 
 def _all_weights(region: Region, *, ahead: bool) -> Option:
@@ -113,43 +115,35 @@ def _line(row: Row) -> str:
     )
 
 
+def _cells(row: Row) -> list[str]:
+    """Return the step as it is, with the plan, and with the best N blocks by hand."""
+    plain = f"{row['plain_peak_bytes'] / GIB:.1f} GiB, {row['plain_step_ms'] / 1e3:.2f} s"
+    cells = [f"`{row['model']}`", row["device"], plain]
+    if not row["held"]:
+        return [*cells, f"smallest {row['smallest_bytes'] / GIB:.1f} GiB", *["-"] * 4]
+    step, hand = row["plain_step_ms"] + row["longer_ms"], row["by_hand"]
+    cells += [f"{step / 1e3:.2f} s, {row['peak_bytes'] / GIB:.1f} GiB", f"{row['host_bytes'] / GIB:.1f} GiB"]
+    if hand is None:
+        return [*cells, "none fits", "-", "-"]
+    by_hand = row["plain_step_ms"] + hand["longer_ms"]
+    cells += [f"{hand['blocks']} of {hand['of']} ({hand['which']})", f"{by_hand / 1e3:.2f} s"]
+    return [*cells, f"{by_hand / step - 1:.0%}"]
+
+
 def table(rows: Iterable[Row]) -> str:
-    """Return the table of the page: the step as it is, with the plan, and with the best N blocks by hand."""
-    lines = markdown_head(
-        ("model", "GPU", "as it is", "plan: step, peak", "on the host", "best by hand", "its step", "longer")
-    )
-    for row in rows:
-        plain = f"{row['plain_peak_bytes'] / GIB:.1f} GiB, {row['plain_step_ms'] / 1e3:.2f} s"
-        cells = [f"`{row['model']}`", row["device"], plain]
-        if not row["held"]:
-            lines.append(
-                markdown_line((*cells, f"smallest {row['smallest_bytes'] / GIB:.1f} GiB", *["-"] * 4))
-            )
-            continue
-        step, hand = row["plain_step_ms"] + row["longer_ms"], row["by_hand"]
-        cells += [
-            f"{step / 1e3:.2f} s, {row['peak_bytes'] / GIB:.1f} GiB",
-            f"{row['host_bytes'] / GIB:.1f} GiB",
-        ]
-        if hand is None:
-            cells += ["none fits", "-", "-"]
-        else:
-            by_hand = row["plain_step_ms"] + hand["longer_ms"]
-            cells += [f"{hand['blocks']} of {hand['of']} ({hand['which']})", f"{by_hand / 1e3:.2f} s"]
-            cells.append(f"{by_hand / step - 1:.0%}")
-        lines.append(markdown_line(cells))
-    return "\n".join(lines)
+    """Return the table of the page."""
+    heads = "model | GPU | as it is | plan: step, peak | on the host | best by hand | its step | longer"
+    return markdown_table(heads, map(_cells, rows))
+
+
+TABLE = PageTable("swapping", "offload.md", table)
 
 
 def main() -> None:
-    parser = Parser(__doc__, "swapping.json")
-    parser.add_argument("--table", action="store_true", help="print the table from the file, run nothing")
+    parser = Parser(__doc__, "swapping.json", TABLE)
     parser.choice("--models", TARGETS)
     parser.choice("--devices", DEVICES)
     arguments = parser.begin(silence=True)
-    if arguments.table:
-        print(table(read_results(arguments.json)[1]))
-        return
     cases = product(arguments.models, arguments.devices)
     run_cases(cases, lambda case: [row_of(*case)], _line, arguments.json, key="case")
 

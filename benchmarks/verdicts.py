@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.command import Parser
-from benchmarks.harness.results import GIB, RESULTS, ROOT, Row, read_results, write_results
-from benchmarks.harness.table import put_on_page
+from benchmarks.harness.results import GIB, RESULTS, Row, read_results, write_results
+from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.published import published_rows
 
-PAGE, COMMAND = ROOT / "docs" / "fit.md", "python -m benchmarks.verdicts"
 FIGURES = RESULTS / "verdicts.json"
 
 
@@ -80,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{name}: {known[name]['verdict']}", flush=True)
         write_results(path, [known[one] for one in CASES if one in known])
     if path is not None and path == FIGURES and known.keys() == CASES.keys():
-        put_on_page(PAGE, COMMAND, markdown([known[one] for one in CASES]))
+        TABLE.put([known[one] for one in CASES])
 
 
 def row_of(name: str, case: Case) -> Row:
@@ -113,18 +112,8 @@ def row_of(name: str, case: Case) -> Row:
 def _figures(row: dict[str, Any] | None) -> dict[str, Any] | None:
     if row is None:
         return None
-    names = (
-        "optimizer",
-        "spread",
-        "way",
-        "peak_bytes",
-        "reserved_bytes",
-        "host_bytes",
-        "fits",
-        "over_bytes",
-        "step_ms",
-    )
-    return {name: row[name] for name in names}
+    names = "optimizer spread way peak_bytes reserved_bytes host_bytes fits over_bytes step_ms"
+    return {name: row[name] for name in names.split()}
 
 
 # --- the table on the page
@@ -132,27 +121,26 @@ def _figures(row: dict[str, Any] | None) -> dict[str, Any] | None:
 
 def markdown(rows: Sequence[Row]) -> str:
     """Return the table: a line for each case."""
-    head = "| training | `sacplan fit ...` | as it is | what to do | reserved | published |\n|---|---|---|---|---|---|"
-    return "\n".join([head, *map(_line, rows)])
+    heads = "training | `sacplan fit ...` | as it is | what to do | reserved | published"
+    return markdown_table(heads, map(_cells, rows))
 
 
-def _line(row: Row) -> str:
+def _cells(row: Row) -> tuple[str, ...]:
     first, best = row["as_it_is"], row["recommended"]
     command = row["command"].removeprefix("sacplan fit ").removeprefix("hf:")
     as_it_is = "fits" if first["fits"] else f"{_gib(first['over_bytes'])} too much"
-    if best is None:
-        todo, reserved = "nothing fits", ""
-    else:
+    todo, reserved = "nothing fits", ""
+    if best is not None:
         named = ", ".join(filter(None, (best["optimizer"], best["spread"], best["way"])))
         todo = "nothing" if best == first and not best["spread"] else named
         reserved = _gib(best["reserved_bytes"])
-    published = row.get("published")
-    beside = (
-        ""
-        if published is None
-        else f"{_gib(published['measured_bytes'])} ({published['error']:+.1%} predicted)"
-    )
-    return f"| {row['id']} | `{command}` | {as_it_is} | {todo} | {reserved} | {beside} |"
+    published, beside = row.get("published"), ""
+    if published is not None:
+        beside = f"{_gib(published['measured_bytes'])} ({published['error']:+.1%} predicted)"
+    return row["id"], f"`{command}`", as_it_is, todo, reserved, beside
+
+
+TABLE = PageTable("verdicts", "fit.md", markdown)
 
 
 def _gib(n_bytes: int) -> str:

@@ -15,13 +15,11 @@ from collections.abc import Iterable
 
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
-from benchmarks.harness.results import GIB, RESULTS, ROOT, Row, read_results
-from benchmarks.harness.table import markdown_head, markdown_line, put_on_page
+from benchmarks.harness.results import GIB, Row
+from benchmarks.harness.table import PageTable, markdown_table
 from sacplan.cli.targets import load_target
 from sacplan.integrations.hf.target import ModelOptions
 
-FIGURES = RESULTS / "whole_models.json"
-PAGE = ROOT / "docs" / "offload.md"
 CASES = {
     "Llama-3-8B on 24GB": ("meta-llama/Meta-Llama-3-8B", 8192, "24GB", "128GiB"),
     "Qwen2.5-7B on h100": ("Qwen/Qwen2.5-7B", 8192, "h100", "256GiB"),
@@ -79,43 +77,33 @@ def _line(row: Row) -> str:
     )
 
 
+def _cells(row: Row) -> list[str]:
+    cells = [f"`{row['case']}`", f"{row['weights_bytes'] / GIB:.1f} GiB"]
+    cells.append(f"{row['plain_peak_bytes'] / GIB:.1f} GiB, {row['plain_step_ms'] / 1e3:.2f} s")
+    if not row["held"]:
+        return [*cells, f"smallest {row['smallest_bytes'] / GIB:.1f} GiB", *["-"] * 3]
+    return [
+        *cells,
+        f"{row['peak_bytes'] / GIB:.1f} GiB, {row['step_ms'] / 1e3:.2f} s",
+        f"{row['host_bytes'] / GIB:.1f}, {row['optimizer_host_bytes'] / GIB:.1f} GiB",
+        f"{1e3 * row['tokens'] / row['step_ms']:,.0f}",
+        f"{tflops(row):.0f}",
+    ]
+
+
 def table(rows: Iterable[Row]) -> str:
     """Return the table of the page."""
-    lines = markdown_head(
-        (
-            "model",
-            "weights",
-            "as it is",
-            "with the plan",
-            "on the host: plan, optimizer",
-            "tokens/s",
-            "TFLOP/s",
-        )
-    )
-    for row in rows:
-        cells = [f"`{row['case']}`", f"{row['weights_bytes'] / GIB:.1f} GiB"]
-        cells.append(f"{row['plain_peak_bytes'] / GIB:.1f} GiB, {row['plain_step_ms'] / 1e3:.2f} s")
-        if row["held"]:
-            cells += [
-                f"{row['peak_bytes'] / GIB:.1f} GiB, {row['step_ms'] / 1e3:.2f} s",
-                f"{row['host_bytes'] / GIB:.1f}, {row['optimizer_host_bytes'] / GIB:.1f} GiB",
-                f"{1e3 * row['tokens'] / row['step_ms']:,.0f}",
-                f"{tflops(row):.0f}",
-            ]
-        else:
-            cells += [f"smallest {row['smallest_bytes'] / GIB:.1f} GiB", *["-"] * 3]
-        lines.append(markdown_line(cells))
-    return "\n".join(lines) + "\n"
+    heads = "model | weights | as it is | with the plan | on the host: plan, optimizer | tokens/s | TFLOP/s"
+    return markdown_table(heads, map(_cells, rows))
+
+
+TABLE = PageTable("whole_models", "offload.md", table)
 
 
 def main() -> None:
-    parser = Parser(__doc__, "whole_models.json")
-    parser.add_argument("--table", action="store_true", help="only put the file's figures on the page")
+    parser = Parser(__doc__, "whole_models.json", TABLE)
     parser.choice("--cases", CASES)
     arguments = parser.begin(silence=True)
-    if arguments.table:
-        put_on_page(PAGE, "python -m benchmarks.whole_models", table(read_results(arguments.json)[1]))
-        return
     run_cases(arguments.cases, lambda case: [row_of(case)], _line, arguments.json, key="case")
 
 

@@ -28,28 +28,17 @@ import torch
 import transformers
 
 import sacplan
-from benchmarks.compatibility import (
-    NOT_BUILT,
-    TRAINED,
-    Outcome,
-    done_before,
-    outcome_of_steps,
-    run_all,
-    summary,
-    sweep_parser,
-)
+from benchmarks.compatibility import NOT_BUILT, TRAINED, Outcome, lost, outcome_of_steps, summary
 from benchmarks.harness.budgets import Row, steps_of
 from benchmarks.harness.plans import as_budget, timed
-from benchmarks.harness.results import RESULTS, describe, machine
 from benchmarks.harness.steps import on_one_thread, seed_everything, tensors_of
+from benchmarks.harness.sweep import Sweep
 from benchmarks.models.cases import Case
 from benchmarks.models.zoo_models import FAMILIES, loss_of
 from sacplan.record.state import preserved_state
 from sacplan.record.step import Step, call_model
 from sacplan.running.measure import measured_step
 
-FIGURES = RESULTS / "zoo.json"
-WHAT = "models of other packages run"
 INFERENCE = "+inference"
 _SEED = 7
 
@@ -176,30 +165,27 @@ def remarks(found: Iterable[Outcome]) -> list[str]:
     return lines
 
 
-def versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the packages of these entries."""
-    return {f: importlib.metadata.version(f) for f in dict.fromkeys(name.split("/")[0] for name in names)}
+def summary_of(found: Iterable[Outcome]) -> str:
+    """Sum up all outcomes in one line."""
+    return summary(found, "models of other packages run")
+
+
+SWEEP = Sweep("zoo", Outcome, outcome_of, lost, summary_of)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run; the exit status is 1 where a budget was broken, bits differ, or sacplan failed."""
-    parser = sweep_parser(__doc__, "packages and entries")
-    arguments = parser.parse_args(argv)
+    parser, arguments = SWEEP.parse(__doc__, argv)
     try:
         names, missing = chosen(arguments.names)
     except ValueError as error:
         parser.error(str(error))
-    path = arguments.json or (None if arguments.names else FIGURES)
-    torch.set_num_threads(1)
-    print(", ".join([describe(machine()), *(f"{k} {v}" for k, v in versions(names).items())]))
     for family in missing:
         print(f"{family} is not installed: its models are left out")
-    found = done_before(path) if arguments.resume else {}
-    ordered = run_all(
-        names, path, found, jobs=arguments.jobs, work=outcome_of, what=WHAT, packages=versions(names)
-    )
-    print("\n".join(["", *remarks(ordered), summary(ordered, WHAT)]))
-    return int(not all(o.good for o in ordered))
+    versions = {f: importlib.metadata.version(f) for f in dict.fromkeys(n.split("/")[0] for n in names)}
+    found = SWEEP.run(arguments, names, packages=versions)
+    print("\n".join(remarks(found)))
+    return int(not all(o.good for o in found))
 
 
 if __name__ == "__main__":

@@ -9,25 +9,33 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks.harness.results import RESULTS, Row, describe, machine, read_results, write_results
+from benchmarks.harness.table import PageTable
 
 T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that starts with ``--json``, and describes itself by the module's docstring."""
+    """An argument parser that starts with ``--json``, and describes itself by the module's docstring.
 
-    def __init__(self, doc: str | None, results: str | None = None) -> None:
+    With tables of the docs, there is ``--table``: it only puts the figures of the file on the pages.
+    """
+
+    def __init__(self, doc: str | None, results: str | None = None, *tables: PageTable) -> None:
         """Make the parser.
 
         Args:
             doc: the module's docstring, whose first line is the description.
             results: the file under ``benchmarks/results`` that figures go to by default; None: to no file.
+            tables: of the docs, made of this file.
         """
         super().__init__(description=(doc or "").splitlines()[0])
+        self._tables = tables
         default = RESULTS / results if results else None
         self.add_argument(
             "--json", type=Path, default=default, help="file for the figures (default: %(default)s)"
         )
+        if tables:
+            self.add_argument("--table", action="store_true", help="only put the file's figures on the page")
 
     def choice(self, option: str, known: Collection[str], default: Iterable[str] | None = None) -> None:
         """Add an option that takes some of the known names, all of them by default."""
@@ -39,7 +47,7 @@ class Parser(argparse.ArgumentParser):
     def begin(
         self, argv: list[str] | None = None, *, note: str = "", silence: bool = False
     ) -> argparse.Namespace:
-        """Parse the command line, and print the machine and the versions.
+        """Parse the command line, and print the machine and the versions. ``--table`` ends here.
 
         Args:
             argv: the words; by default those of the process.
@@ -47,6 +55,10 @@ class Parser(argparse.ArgumentParser):
             silence: show no warnings, for benchmarks whose steps are known to give some.
         """
         arguments = self.parse_args(argv)
+        if self._tables and arguments.table:
+            for each in self._tables:
+                each.put(read_results(arguments.json)[1])
+            raise SystemExit
         if silence:
             warnings.simplefilter("ignore")
         print(describe(machine()) + note, flush=True)
@@ -75,7 +87,7 @@ def run_cases(
             file has of the same case, and rows of other cases stay.
         **more: What the file says besides.
     """
-    rows = _known_rows(path) if key is not None else []
+    rows = known_rows(path) if key is not None else []
     for case in cases:
         for row in rows_of(case):
             at = next(
@@ -89,7 +101,7 @@ def run_cases(
     return rows
 
 
-def _known_rows(path: Path | None) -> list[Row]:
+def known_rows(path: Path | None) -> list[Row]:
     """Return the rows that a file has already.
 
     Raises:

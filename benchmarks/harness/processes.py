@@ -1,7 +1,6 @@
 """Work in processes of their own, so that a crash, a limit or what imports leave behind costs one result only.
 
-    in_own_process(run_one, "llama", 32, timeout=600)      # one call, one fresh process
-    for result in in_workers(names, work, lost, jobs=2):    # many calls, few processes
+    for result in in_workers(names, work, lost, jobs=2):
 
 Processes are spawned, not forked: torch's threads do not survive a fork, and memory of the parent would be measured as
 the child's. So a function must be one of a module, which the process imports.
@@ -14,7 +13,6 @@ import multiprocessing
 import resource
 import signal
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -25,47 +23,6 @@ import torch
 
 _CONTEXT = multiprocessing.get_context("spawn")
 
-
-class ProcessFailed(Exception):
-    """A process raised or died; the message is its last word."""
-
-
-def in_own_process(function: Callable[..., Any], *arguments: Any, timeout: float | None = None) -> Any:
-    """Call a function in a fresh process and return its result.
-
-    Raises:
-        TimeoutError: it took longer than ``timeout`` seconds, imports included, and was killed.
-        ProcessFailed: it raised, or the process died.
-    """
-    ours, theirs = _CONTEXT.Pipe(duplex=False)
-    process = _CONTEXT.Process(target=_answer_once, args=(theirs, function, arguments), daemon=True)
-    process.start()
-    theirs.close()  # else the end of the process would not be the end of the pipe
-    try:
-        if not ours.poll(timeout):
-            raise TimeoutError(f"{function.__name__} took longer than {timeout} s")
-        result, error = ours.recv()
-    except EOFError:
-        process.join()
-        raise ProcessFailed(f"the process ended with exit code {process.exitcode}") from None
-    finally:
-        process.kill()
-        process.join()
-    if error:
-        raise ProcessFailed(error)
-    return result
-
-
-def _answer_once(connection: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    warnings.simplefilter("ignore")
-    try:
-        connection.send((function(*arguments), ""))
-    except Exception as error:  # the caller raises it again, as text: not every exception can be pickled
-        traceback.print_exc()
-        connection.send((None, f"{type(error).__name__}: {error}"))
-
-
-# --- several items for each process -----------------------------------------------------------------------
 
 Lost = Callable[[str, str, float], Any]
 """Makes a result of an item, a reason and seconds, where a process died or took too long."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.harness.results import ROOT, Row
 
 
 class Table:
@@ -38,15 +41,10 @@ class Table:
         return " ".join(format(text, width) for text, width in zip(texts, self._widths, strict=False))
 
 
-def markdown_line(cells: Iterable[str]) -> str:
-    """Write a line of a table in Markdown."""
-    return "| " + " | ".join(cells) + " |"
-
-
-def markdown_head(heads: Iterable[str]) -> list[str]:
-    """Write the first two lines of a table in Markdown."""
-    heads = list(heads)
-    return [markdown_line(heads), markdown_line(["---"] * len(heads))]
+def markdown_table(heads: str, rows: Iterable[Iterable[str]]) -> str:
+    """Write a table in Markdown; ``heads`` are separated as in one, ``"model | peak"``."""
+    lines = [heads.split(" | "), ["---"] * (heads.count(" | ") + 1), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def csv_text(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -58,8 +56,27 @@ def csv_text(heads: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return out.getvalue()
 
 
-def put_on_page(page: Path, command: str, table: str) -> None:
-    """Put the table of a benchmark into a page of the docs, between two marks; the first names the command."""
-    begin, end = f"<!-- table: {command} --table -->\n", "<!-- end of table -->"
-    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
-    page.write_text(f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}", encoding="utf-8")
+class PageTable(NamedTuple):
+    """The table of a benchmark on a page of the docs, between two marks; the first names the command.
+
+    Attributes:
+        command: the module's name in ``benchmarks``.
+        page: the page's name in ``docs``.
+        write: makes the table of the rows of the file.
+    """
+
+    command: str
+    page: str
+    write: Callable[[list[Row]], str]
+
+    @property
+    def path(self) -> Path:
+        """The page."""
+        return ROOT / "docs" / self.page
+
+    def put(self, rows: list[Row]) -> None:
+        """Put the table of these rows on the page."""
+        begin, end = f"<!-- table: python -m benchmarks.{self.command} --table -->\n", "<!-- end of table -->"
+        before, _, rest = self.path.read_text(encoding="utf-8").partition(begin)
+        text = f"{before}{begin}\n{self.write(rows)}\n\n{end}{rest.partition(end)[2]}"
+        self.path.write_text(text, encoding="utf-8")

@@ -10,6 +10,7 @@ Everything is drawn from a fixed seed; models that are computed are float32 on t
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import transformers
 from torch import nn
 
+from benchmarks.harness.results import ROOT
 from benchmarks.models import cases
 from benchmarks.models.cases import Case, empty_text, fused_adamw, on_meta
 from tests.zoo.language_models import LM, cross_entropy
@@ -41,18 +43,10 @@ def _seeded(make: Make) -> Make:
 # --- training: small language models with a large head ------------------------------------------------------
 
 VOCABULARY = 4096
-WIDTH = 64
 ROWS, LENGTH = 4, 64
 
-_DECODER: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": 2 * LENGTH, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "use_cache": False,
-}  # fmt: skip
-_GROUPED = {**_DECODER, "num_key_value_heads": 2}
 
-
-def _architecture(model_class: str, **config: Any) -> Case:
+def _architecture(*, model_class: str, **config: Any) -> Case:
     cls = getattr(hf, model_class)
     model = cls(cls.config_class(**config)).train()
     ids = torch.randint(5, VOCABULARY, (ROWS, LENGTH))
@@ -61,39 +55,8 @@ def _architecture(model_class: str, **config: Any) -> Case:
     return Case(model, {"input_ids": ids, "labels": labels})
 
 
-def _small(model_class: str, **config: Any) -> Callable[[], Case]:
-    return _seeded(functools.partial(_architecture, model_class, **config))
-
-
-TRAINING: dict[str, Callable[[], Case]] = {
-    "gpt2": _small(
-        "GPT2LMHeadModel", vocab_size=VOCABULARY, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=LENGTH,
-        bos_token_id=1, eos_token_id=2, use_cache=False,
-    ),
-    "llama": _small("LlamaForCausalLM", **_GROUPED),
-    "qwen2": _small("Qwen2ForCausalLM", **_GROUPED, tie_word_embeddings=True),
-    "mistral": _small("MistralForCausalLM", **_GROUPED),
-    "gemma2": _small("Gemma2ForCausalLM", **_GROUPED, head_dim=16),  # soft-capped scores and logits, tied
-    "phi": _small("PhiForCausalLM", **_DECODER),  # the head has a bias
-    "opt": _small(
-        "OPTForCausalLM", **{k: v for k, v in _DECODER.items() if k != "intermediate_size"}, ffn_dim=2 * WIDTH,
-        word_embed_proj_dim=WIDTH,
-    ),
-    "gpt-neox": _small("GPTNeoXForCausalLM", **_DECODER),
-    "bloom": _small(
-        "BloomForCausalLM", vocab_size=VOCABULARY, hidden_size=WIDTH, n_layer=2, n_head=4, bos_token_id=1,
-        eos_token_id=2, use_cache=False,
-    ),
-    "mamba": _small(
-        "MambaForCausalLM", vocab_size=VOCABULARY, hidden_size=WIDTH, state_size=4, num_hidden_layers=2,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False,
-    ),
-    "t5": _small(
-        "T5ForConditionalGeneration", vocab_size=VOCABULARY, d_model=WIDTH, d_kv=16, d_ff=2 * WIDTH, num_layers=2,
-        num_heads=4, decoder_start_token_id=0, use_cache=False,
-    ),
-    "bert": _small("BertForMaskedLM", **{k: v for k, v in _DECODER.items() if k != "use_cache"}),
-}  # fmt: skip
+_TABLE = json.loads((ROOT / "benchmarks" / "data" / "chunk_models.json").read_text(encoding="utf-8"))
+TRAINING = {name: _seeded(functools.partial(_architecture, **row)) for name, row in _TABLE.items()}
 """Twelve architectures of transformers with ``labels=``, some of them ignored; dropout as in their configs."""
 
 

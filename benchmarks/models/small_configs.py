@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ import transformers
 from transformers import PretrainedConfig
 from transformers.models.auto import configuration_auto
 
+from benchmarks.harness.results import ROOT
 from benchmarks.harness.steps import seed_everything
 from benchmarks.models import hf_models
 from sacplan.integrations.hf import batches as hf_batches
@@ -215,7 +217,7 @@ def small_config(
     model_type = config_class.model_type
     overrides = OVERRIDES.get(model_type, {})
     if defaults is None:
-        defaults = config_class(**overrides if model_type in _DEFAULTS_NEED_OVERRIDES else {})
+        defaults = config_class()
     values: dict[str, Any] = {}
     for name, declared in _fields(config_class).items():
         value = vars(defaults).get(name, declared)
@@ -281,55 +283,13 @@ def _resnet() -> PretrainedConfig:
 
 
 _OWN_BACKBONE = {"backbone_config": _resnet, "use_timm_backbone": False, "backbone": None}
-_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
-_HALF_MROPE = {
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-        "mrope_section": [2, 1, 1],
-    }
-}
-_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
-_TIME_SERIES = {
-    "prediction_length": 8,
-    "context_length": 24,
-    "lags_sequence": [1, 2, 3],
-    "num_time_features": 1,
-}
-
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "bamba": {"attn_layer_indices": [1]}, "detr": _OWN_BACKBONE, "conditional_detr": _OWN_BACKBONE,
-    "dab-detr": _OWN_BACKBONE, "deformable_detr": _OWN_BACKBONE, "table-transformer": _OWN_BACKBONE,
-    "glm4v_text": _MROPE, "glm4v_moe_text": _HALF_MROPE, "glm_ocr_text": _MROPE, "glm_image_text": _MROPE,
-    "qwen2_5_vl_text": _MROPE, "autoformer": _TIME_SERIES, "informer": _TIME_SERIES,
-    "time_series_transformer": _TIME_SERIES, "lilt": {"hidden_size": 96},
-    "aria": {"projector_patch_to_query_dict": {"64": 8}},
-    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
-    "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"]}, "recurrent_gemma": {"num_hidden_layers": 3},
-    "hunyuan_v1_dense": _ROPE, "hunyuan_v1_moe": _ROPE, "hunyuan_vl_text": _ROPE, "ministral": _ROPE,
-    "longcat_flash": {"zero_expert_num": 2, "moe_topk": 2}, "nemotron": {"num_key_value_heads": 2},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
-    "layoutlmv3": {"input_size": IMAGE}, "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "mask2former": {"feature_size": WIDTH, "mask_feature_size": WIDTH},
-    "nemotron_h": {"n_groups": 1, "mamba_num_heads": 8, "mamba_head_dim": 16},
-    "patchtst": {"num_input_channels": 4, "prediction_length": 8},
-    "patchtsmixer": {"num_input_channels": 4, "prediction_length": 8},
-    "vipllava": {"vision_feature_layers": [-2, -1]}, "xmod": {"default_language": "en_XX"},
-    "esm": {"pad_token_id": 0, "mask_token_id": 3}, "cpmant": {"dim_head": HEAD_DIM, "dim_ff": 2 * WIDTH},
-    "ctrl": {"dff": 2 * WIDTH}, "mamba2": {"num_heads": 2, "head_dim": WIDTH, "n_groups": 1},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-}  # fmt: skip
+_TABLE = json.loads((ROOT / "benchmarks" / "data" / "small_configs.json").read_text(encoding="utf-8"))
+OVERRIDES: dict[str, dict[str, Any]] = _TABLE["overrides"] | dict.fromkeys(
+    ("detr", "conditional_detr", "dab-detr", "deformable_detr", "table-transformer"), _OWN_BACKBONE
+)
 """By model type, of configs inside others too: values (or makers of values) for fields that the rules get wrong."""
 
-_DEFAULTS_NEED_OVERRIDES: frozenset[str] = frozenset()
-"""Model types whose config class cannot be made without arguments."""
-
-UNSHRUNK: frozenset[str] = frozenset({
-    "bit", "efficientnet", "align_vision_model", "cvt", "textnet", "uvdoc_backbone", "uvdoc", "slanet", "pp_lcnet",
-    "pp_lcnet_v3", "pp_lcnet_v4",
-})  # fmt: skip
+UNSHRUNK = frozenset(_TABLE["unshrunk"])
 """Convolutional networks whose shape is a table in the config: small enough as they are."""
 
 

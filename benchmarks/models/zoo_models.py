@@ -14,6 +14,7 @@ import copy
 import functools
 import importlib.util
 import inspect
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -22,10 +23,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.harness.results import ROOT
+
 Built = tuple[Any, ...]
 """A model and its batch."""
 
 Builder = Callable[[], Built]
+
+_TABLE = json.loads((ROOT / "benchmarks" / "data" / "zoo_models.json").read_text(encoding="utf-8"))
+"""Configurations and batches of models of diffusers, and of adapters of PEFT."""
 
 IMAGE_SIZES = (64, 96, 128, 160, 224, 256)
 _ROWS = 2
@@ -224,180 +230,29 @@ def _detector(make: Callable[..., nn.Module], what: str) -> Built:
 
 def _diffusers() -> dict[str, Builder]:
     """Denoisers and autoencoders, of one or two layers."""
-    return {name: functools.partial(_diffusers_model, name) for name in _DIFFUSERS}
+    return {name: functools.partial(_diffusers_model, name) for name in _TABLE["diffusers"]}
 
 
 def _diffusers_model(name: str) -> Built:
     import diffusers
 
-    config, batch = _DIFFUSERS[name]
+    row = _TABLE["diffusers"][name]
     torch.manual_seed(0)
-    model = getattr(diffusers, name)(**config).train()
-    return model, batch()
+    model = getattr(diffusers, name)(**row["config"]).train()
+    return model, {argument: _value(said) for argument, said in row["batch"].items()}
 
 
-def _noise(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape)
-
-
-def _times(rows: int = _ROWS) -> torch.Tensor:
-    return torch.full((rows,), 7)
-
-
-_HEADS = {"attention_head_dim": 8, "num_attention_heads": 2}
-_BLOCKS: dict[str, Any] = {"block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 1}
-_CODER: dict[str, Any] = {
-    **_BLOCKS,
-    "down_block_types": ("DownEncoderBlock2D",) * 2,
-    "up_block_types": ("UpDecoderBlock2D",) * 2,
-    "latent_channels": 4,
-}
-_DIFFUSERS: dict[str, tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = {
-    "UNet2DModel": (
-        {
-            **_BLOCKS,
-            "sample_size": 16,
-            "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-            "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-            "attention_head_dim": 4,
-        },
-        lambda: {"sample": _noise(_ROWS, 3, 16, 16), "timestep": _times()},
-    ),
-    "UNet2DConditionModel": (
-        {
-            **_BLOCKS,
-            "sample_size": 16,
-            "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-            "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-            "cross_attention_dim": 16,
-            "attention_head_dim": 2,
-        },
-        lambda: {
-            "sample": _noise(_ROWS, 4, 16, 16),
-            "timestep": _times(),
-            "encoder_hidden_states": _noise(_ROWS, 7, 16),
-        },
-    ),
-    "AutoencoderKL": (_CODER, lambda: {"sample": _noise(_ROWS, 3, 32, 32)}),
-    "VQModel": (
-        {**_CODER, "num_vq_embeddings": 32},
-        lambda: {"sample": _noise(_ROWS, 3, 32, 32)},
-    ),
-    "AutoencoderTiny": (
-        {
-            "encoder_block_out_channels": (8, 8),
-            "decoder_block_out_channels": (8, 8),
-            "num_encoder_blocks": (1, 1),
-            "num_decoder_blocks": (1, 1),
-        },
-        lambda: {"sample": _noise(_ROWS, 3, 32, 32)},
-    ),
-    "DiTTransformer2DModel": (
-        {**_HEADS, "in_channels": 4, "num_layers": 2, "sample_size": 8, "num_embeds_ada_norm": 16,
-         "norm_num_groups": 4, "out_channels": 8},
-        lambda: {"hidden_states": _noise(_ROWS, 4, 8, 8), "timestep": _times(), "class_labels": _times()},
-    ),
-    "PixArtTransformer2DModel": (
-        {**_HEADS, "in_channels": 4, "num_layers": 2, "sample_size": 8, "cross_attention_dim": 16,
-         "caption_channels": 12, "norm_num_groups": 4, "use_additional_conditions": False},
-        lambda: {
-            "hidden_states": _noise(_ROWS, 4, 8, 8),
-            "encoder_hidden_states": _noise(_ROWS, 7, 12),
-            "timestep": _times(),
-            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-        },
-    ),
-    "SD3Transformer2DModel": (
-        {**_HEADS, "sample_size": 8, "in_channels": 4, "num_layers": 2, "joint_attention_dim": 16,
-         "caption_projection_dim": 16, "pooled_projection_dim": 12, "out_channels": 4},
-        lambda: {
-            "hidden_states": _noise(_ROWS, 4, 8, 8),
-            "encoder_hidden_states": _noise(_ROWS, 7, 16),
-            "pooled_projections": _noise(_ROWS, 12),
-            "timestep": _times(),
-        },
-    ),
-    "FluxTransformer2DModel": (
-        {**_HEADS, "in_channels": 4, "num_layers": 1, "num_single_layers": 1, "joint_attention_dim": 16,
-         "pooled_projection_dim": 12, "axes_dims_rope": (2, 2, 4)},
-        lambda: {
-            "hidden_states": _noise(_ROWS, 16, 4),
-            "encoder_hidden_states": _noise(_ROWS, 7, 16),
-            "pooled_projections": _noise(_ROWS, 12),
-            "timestep": torch.full((_ROWS,), 0.5),
-            "img_ids": torch.zeros(16, 3),
-            "txt_ids": torch.zeros(7, 3),
-        },
-    ),
-    "QwenImageTransformer2DModel": (
-        {**_HEADS, "in_channels": 16, "out_channels": 4, "num_layers": 2, "joint_attention_dim": 16,
-         "axes_dims_rope": (2, 2, 4)},
-        lambda: {
-            "hidden_states": _noise(1, 16, 16),
-            "encoder_hidden_states": _noise(1, 7, 16),
-            "encoder_hidden_states_mask": torch.ones(1, 7, dtype=torch.int64),
-            "timestep": torch.full((1,), 0.5),
-            "img_shapes": [[(1, 4, 4)]],
-        },
-    ),
-    "CogVideoXTransformer3DModel": (
-        {**_HEADS, "in_channels": 4, "out_channels": 4, "time_embed_dim": 8, "text_embed_dim": 16, "num_layers": 2,
-         "sample_width": 8, "sample_height": 8, "sample_frames": 9, "patch_size": 2, "max_text_seq_length": 7},
-        lambda: {
-            "hidden_states": _noise(1, 3, 4, 8, 8),
-            "encoder_hidden_states": _noise(1, 7, 16),
-            "timestep": _times(1),
-        },
-    ),
-    "LTXVideoTransformer3DModel": (
-        {**_HEADS, "in_channels": 8, "out_channels": 8, "cross_attention_dim": 16, "num_layers": 2,
-         "caption_channels": 12},
-        lambda: {
-            "hidden_states": _noise(1, 32, 8),
-            "encoder_hidden_states": _noise(1, 7, 12),
-            "timestep": _times(1),
-            "encoder_attention_mask": torch.ones(1, 7, dtype=torch.bool),
-            "num_frames": 2,
-            "height": 4,
-            "width": 4,
-        },
-    ),
-    "WanTransformer3DModel": (
-        {**_HEADS, "in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 16, "ffn_dim": 32, "num_layers": 2,
-         "attention_head_dim": 12, "cross_attn_norm": True, "qk_norm": "rms_norm_across_heads", "rope_max_seq_len": 32},
-        lambda: {
-            "hidden_states": _noise(1, 4, 2, 8, 8),
-            "encoder_hidden_states": _noise(1, 7, 16),
-            "timestep": _times(1),
-        },
-    ),
-    "UVit2DModel": (
-        {"hidden_size": 16, "cond_embed_dim": 16, "encoder_hidden_size": 16, "num_hidden_layers": 2,
-         "num_attention_heads": 2, "intermediate_size": 32, "micro_cond_encode_dim": 4, "micro_cond_embed_dim": 20,
-         "vocab_size": 32, "codebook_size": 24, "in_channels": 16, "block_out_channels": 16, "sample_size": 8,
-         "block_num_heads": 2, "num_res_blocks": 1},
-        lambda: {
-            "input_ids": torch.randint(0, 24, (_ROWS, 8, 8)),
-            "encoder_hidden_states": _noise(_ROWS, 7, 16),
-            "pooled_text_emb": _noise(_ROWS, 16),
-            "micro_conds": torch.ones(_ROWS, 5),
-        },
-    ),
-    "PriorTransformer": (
-        {**_HEADS, "num_layers": 2, "embedding_dim": 16, "num_embeddings": 7, "additional_embeddings": 4},
-        lambda: {
-            "hidden_states": _noise(_ROWS, 16),
-            "timestep": _times(),
-            "proj_embedding": _noise(_ROWS, 16),
-            "encoder_hidden_states": _noise(_ROWS, 7, 16),
-        },
-    ),
-    "UNet1DModel": (
-        {"sample_size": 64, "in_channels": 2, "out_channels": 2, "block_out_channels": (32, 32, 64),
-         "extra_in_channels": 64},
-        lambda: {"sample": _noise(_ROWS, 2, 512), "timestep": _times()},
-    ),
-}  # fmt: skip
+def _value(said: Any) -> Any:
+    """Return the value of an argument: noise, a tensor of one value or of integers, or what is said itself."""
+    if not isinstance(said, dict):
+        return said
+    if "noise" in said:
+        return torch.randn(said["noise"])
+    if "below" in said:
+        return torch.randint(0, said["below"], said["shape"])
+    if "shape" in said:
+        return torch.full(said["shape"], said["value"])
+    return {name: _value(value) for name, value in said.items()}
 
 
 # --- torch_geometric -------------------------------------------------------------------------------------------------
@@ -559,25 +414,7 @@ def _gae() -> Built:
 
 def _peft() -> dict[str, Builder]:
     """Return builders for a tiny Llama with each adapter."""
-    return {name: functools.partial(_peft_model, name) for name in _ADAPTERS}
-
-
-_LINEARS = {"target_modules": ["q_proj", "v_proj"]}
-_ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "lora": ("LoraConfig", {**_LINEARS, "r": 4, "lora_dropout": 0.1}),
-    "dora": ("LoraConfig", {**_LINEARS, "r": 4, "use_dora": True}),
-    "rslora": ("LoraConfig", {"target_modules": "all-linear", "r": 4, "use_rslora": True}),
-    "adalora": ("AdaLoraConfig", {**_LINEARS, "init_r": 6, "target_r": 4, "total_step": 10}),
-    "loha": ("LoHaConfig", {**_LINEARS, "r": 4}), "lokr": ("LoKrConfig", {**_LINEARS, "r": 4}),
-    "ia3": ("IA3Config", {"target_modules": ["k_proj", "v_proj"], "feedforward_modules": []}),
-    "vera": ("VeraConfig", {**_LINEARS, "r": 4}), "boft": ("BOFTConfig", {**_LINEARS, "boft_block_size": 4}),
-    "oft": ("OFTConfig", {**_LINEARS, "r": 0, "oft_block_size": 4}), "hra": ("HRAConfig", {**_LINEARS, "r": 4}),
-    "fourierft": ("FourierFTConfig", {**_LINEARS, "n_frequency": 16}),
-    "ln_tuning": ("LNTuningConfig", {"target_modules": ["input_layernorm"]}),
-    "prompt_tuning": ("PromptTuningConfig", {"num_virtual_tokens": 4}),
-    "p_tuning": ("PromptEncoderConfig", {"num_virtual_tokens": 4, "encoder_hidden_size": 16}),
-    "prefix_tuning": ("PrefixTuningConfig", {"num_virtual_tokens": 4}),
-}  # fmt: skip
+    return {name: functools.partial(_peft_model, name) for name in _TABLE["peft"]}
 
 
 def _peft_model(name: str) -> Built:
@@ -586,8 +423,8 @@ def _peft_model(name: str) -> Built:
     from benchmarks.models import hf_models
 
     model, batch, _ = hf_models.build("llama", "small", "cpu")
-    class_name, arguments = _ADAPTERS[name]
-    config = getattr(peft, class_name)(task_type="CAUSAL_LM", **arguments)
+    arguments = dict(_TABLE["peft"][name])
+    config = getattr(peft, arguments.pop("config"))(task_type="CAUSAL_LM", **arguments)
     return peft.get_peft_model(model, config).train(), batch
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from sacplan.classic.graph import SACStats
 from sacplan.core.arguments import checked, fits
 from sacplan.core.budget import format_bytes
 from sacplan.errors import BudgetError, InfeasibleBudget, PlanError, SolverError
 from sacplan.solvers.milp import Milp
-from sacplan.solvers.mip import WORK_LIMIT, LinearProgram, check_options
-
-_SCALE = 1000.0  # far above the solvers' tolerances
+from sacplan.solvers.mip import WORK_LIMIT, check_options
+from sacplan.solvers.problem import DEVICE_MEMORY, Choice, Problem, ResourceRow
 
 
 @checked(PlanError, "memory_budget")
@@ -113,44 +114,21 @@ def _op_groups(sac_stats: SACStats) -> list[int]:
     return group
 
 
-def _knapsack(
-    items: Sequence[tuple[int, int, float]],
-    budget_bytes: int,
-    options: Milp,
-) -> set[int]:
+def _knapsack(items: Sequence[tuple[int, int, float]], budget_bytes: int, options: Milp) -> set[int]:
     """Return the keys of the items (key, bytes, ms) that fit and are worth the most ms.
 
-    A knapsack problem, solved as an integer program to the asked gap.
+    Each item is a choice: it is kept, or left out, which costs its ms and frees its bytes.
     """
-    # What takes no memory is saved in any case.
-    free = {key for key, n_bytes, _ in items if n_bytes == 0}
-    fitting = [item for item in items if 0 < item[1] <= budget_bytes]
-    # Everything that fits alone fits together: there is nothing to choose.
-    if sum(n_bytes for _, n_bytes, _ in fitting) <= budget_bytes:
-        return free | {key for key, _, _ in fitting}
-    ms_scale = max(ms for _, _, ms in fitting) / _SCALE or 1.0
-    program = LinearProgram()
-    # a variable is one where its item is left out, so that all costs are positive
-    left_out = [program.binary(cost=ms / ms_scale) for _, _, ms in fitting]
-    excess = sum(n_bytes for _, n_bytes, _ in fitting) - budget_bytes
-    program.row(
-        [
-            # An item larger than the excess frees enough by itself, so its weight is cut to the excess: the
-            # same choices, a tighter relaxation.
-            (x, min(n_bytes, excess) * _SCALE / excess)
-            for x, (_, n_bytes, _) in zip(left_out, fitting, strict=True)
-        ],
-        lower=_SCALE,
+    sizes = np.array([[n_bytes] for _, n_bytes, _ in items], dtype=np.int64).reshape(-1, 1)
+    choices = tuple(
+        Choice((n_bytes, ms), np.array([0.0, ms]), np.array([[0], [-n_bytes]]), np.array([n_bytes, 0]))
+        for _, n_bytes, ms in items
     )
-    solution = options.run(program)
-    if not solution.values:
+    row, limit = ResourceRow(DEVICE_MEMORY, 0, 1), np.array([budget_bytes], dtype=np.int64)
+    found = options.solve(Problem((row,), sizes.sum(axis=0), limit, choices))
+    if found is None or found.status == "unknown":
         raise SolverError(
-            f"no policy for {len(fitting)} ops was found with the work of {options.work_limit} (nodes x nonzeros); "
+            f"no policy for {len(items)} ops was found with the work of {options.work_limit} (nodes x nonzeros); "
             "raise work_limit"
         )
-    kept = [item for x, item in zip(left_out, fitting, strict=True) if solution.values[x] < 0.5]
-    # a tolerance may hide some bytes; the least valuable by size goes first
-    kept.sort(key=lambda item: item[2] / item[1], reverse=True)
-    while sum(n_bytes for _, n_bytes, _ in kept) > budget_bytes:
-        kept.pop()
-    return free | {key for key, _, _ in kept}
+    return {key for i, (key, _, _) in enumerate(items) if not found.picks.get(i)}

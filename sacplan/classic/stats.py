@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sacplan.classic.fit import Fit, FitKind, fit_tradeoff
-from sacplan.classic.graph import ExactTradeoff, MemorySegment, ModuleInfo, ModuleStats
+from sacplan.classic.graph import MemorySegment, ModuleInfo, ModuleStats
 from sacplan.classic.units import UnitTradeoff
 from sacplan.core.program import ROOT_SCOPE, Event, Phase, Program, StorageKind
 
@@ -116,7 +116,7 @@ def _tradeoff_fields(
         "intercepts": fitted.intercepts,
         "breakpoints": fitted.breakpoints,
         "tradeoff_curve": ((0.0, 0.0), *curve),
-        "points": tuple(ExactTradeoff(p.discard_ratio, p.recompute_ms) for p in tradeoff.points),
+        "points": tradeoff.points,
     }
 
 

@@ -7,28 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sacplan.core.program import CallSite, Program
+from sacplan.classic.graph import ExactTradeoff
+from sacplan.core.program import Program
 from sacplan.techniques.recompute import closure
 from sacplan.techniques.recompute.in_place_groups import discardable, in_place_groups
 from sacplan.techniques.recompute.regions import closure_problem
 
 _MAX_UNIT_OPS = 6000  # modules with more op call sites are not offered as a unit
 _MAX_POINTS, _BETWEEN = 16, 2  # of a module's trade-off, see ``closure.tradeoff``
-
-
-@dataclass(frozen=True, slots=True)
-class UnitPoint:
-    """A trade-off that a unit reaches exactly.
-
-    Attributes:
-        discard_ratio: share of ``UnitTradeoff.saved_bytes`` that is not kept.
-        recompute_ms: time of the ops that run again, over all calls of the unit.
-        discarded: the call sites whose outputs are not kept.
-    """
-
-    discard_ratio: float
-    recompute_ms: float
-    discarded: tuple[CallSite, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +31,7 @@ class UnitTradeoff:
     fqn: str
     saved_bytes: int
     runtime_ms: float
-    points: tuple[UnitPoint, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _UnitGraph:
-    problem: closure.ClosureProblem
-    sites: tuple[tuple[CallSite, ...], ...]  # of each op of the problem
-    runtime_ms: float
+    points: tuple[ExactTradeoff, ...]
 
 
 def unit_tradeoffs(program: Program) -> dict[str, UnitTradeoff]:
@@ -62,37 +41,28 @@ def unit_tradeoffs(program: Program) -> dict[str, UnitTradeoff]:
     for fqn in program.calls:
         if fqn in program.leaf_fqns:
             continue
-        cut = _cut_out(program, fqn)
+        problem = _cut_out(program, fqn)
         # It keeps nothing, or has too many ops.
-        if cut is None:
+        if problem is None:
             continue
-        if cut.problem not in solved:
-            solved[cut.problem] = closure.tradeoff(cut.problem, _MAX_POINTS, _BETWEEN)
-        found[fqn] = _tradeoff(fqn, cut, solved[cut.problem])
+        if problem not in solved:
+            solved[problem] = closure.tradeoff(problem, _MAX_POINTS, _BETWEEN)
+        found[fqn] = _tradeoff(fqn, problem, solved[problem])
     return found
 
 
-def _tradeoff(fqn: str, cut: _UnitGraph, points: tuple[closure.TradeoffPoint, ...]) -> UnitTradeoff:
+def _tradeoff(
+    fqn: str, problem: closure.ClosureProblem, points: tuple[closure.TradeoffPoint, ...]
+) -> UnitTradeoff:
     # The first point discards nothing, so it keeps the whole.
     whole = points[0].kept_bytes
-    return UnitTradeoff(
-        fqn=fqn,
-        saved_bytes=whole,
-        runtime_ms=cut.runtime_ms,
-        points=tuple(
-            UnitPoint(
-                discard_ratio=(whole - p.kept_bytes) / whole,
-                recompute_ms=p.recompute_ms,
-                discarded=tuple(site for i in sorted(p.discarded) for site in cut.sites[i]),
-            )
-            for p in points[1:]
-        )
-        if whole
-        else (),
+    reached = tuple(
+        ExactTradeoff((whole - p.kept_bytes) / whole, p.recompute_ms) for p in points[1:] if whole
     )
+    return UnitTradeoff(fqn, whole, sum(op.cost_ms for op in problem.ops), reached)
 
 
-def _cut_out(program: Program, fqn: str) -> _UnitGraph | None:
+def _cut_out(program: Program, fqn: str) -> closure.ClosureProblem | None:
     """Return the closure problem of one module over all its calls; None where it keeps nothing or is too large."""
     members = program.call_sites(fqn)
     if not members or len(members) > _MAX_UNIT_OPS:
@@ -111,9 +81,4 @@ def _cut_out(program: Program, fqn: str) -> _UnitGraph | None:
     problem, _ = closure_problem(
         program, groups, costs, lambda group: discardable(program, group), saved, elsewhere
     )
-    site_of = {op: site for site, ops in members.items() for op in ops}
-    return _UnitGraph(
-        problem=problem,
-        sites=tuple(tuple(dict.fromkeys(site_of[i] for i in group)) for group in groups),
-        runtime_ms=sum(op.cost_ms for op in problem.ops),
-    )
+    return problem

@@ -12,9 +12,8 @@ is a valid bound. A few minimum cuts find the edge of the hull around that point
 largest counts. We look at a few moments, those with the most bytes alive without a plan.
 
 The bound holds for schedules that run the recorded ops in their order, recompute tensors, and hold between ops what
-the code holds. In the tables of ``benchmarks/bound.py`` it is called "boundary". It is not tight: it ignores the
-memory that recomputation itself needs, it treats every op as one that can run again, and it treats storages that are
-written in place as available at no cost. All three only lower it.
+the code holds. It is not tight: it ignores the memory that recomputation itself needs, it treats every op as one that
+can run again, and it treats storages that are written in place as available at no cost. All three only lower it.
 
 Pinned ops do not run again. If autograd holds what they made, it is in memory at every moment anyway. If an op that
 runs again reads what they made, it has to be kept for that op.

@@ -35,6 +35,7 @@ class Handle:
 
     def __init__(self, installed: Sequence[Installed]) -> None:
         self._installed = list(installed)
+        self._seen: tuple[StepDifference, ...] = ()  # by what is removed: the handle lets go of the model
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -48,10 +49,11 @@ class Handle:
         Ops that run as recorded are discarded as planned: an additional or missing op shifts no decisions to other ops.
         A ``SacplanWarning`` reports the first difference, unless only the first call of a unit differs.
         """
-        return tuple(found for part in self._installed for found in part.differences)
+        return (*self._seen, *(found for part in self._installed for found in part.differences))
 
     def forget_differences(self) -> None:
         """Forget the differences seen so far, for example after a first step that fills caches."""
+        self._seen = ()
         for part in self._installed:
             part.forget_differences()
 
@@ -60,6 +62,7 @@ class Handle:
         for part in self._installed:
             # All checks come before any removal, so that either everything is removed or nothing.
             part.check_removable()
+        self._seen = self.differences
         # In reverse, since each part was installed on what those before it had left.
         for part in reversed(self._installed):
             part.remove()

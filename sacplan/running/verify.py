@@ -202,7 +202,12 @@ def verify(
 def _verify_fake(
     model: torch.nn.Module, batch: Any, plan: Plan, loss_fn: LossFn | None, optimizer: Any, steps: int
 ) -> Verification:
-    applied = _Applied(plan)
+    handles: list[Handle] = []
+
+    def applied(copy: torch.nn.Module) -> Handle:
+        handles.append(put_on(unwrapped(copy), plan, spread=False))
+        return handles[0]
+
     seen = trace_step(StepRequest(
         model, batch, loss_fn, optimizer, plan.device, "cost-model", "fake",
         mode=plan.provenance.mode, prepare=applied,
@@ -217,7 +222,7 @@ def _verify_fake(
         step_ms=seen.step_ms,
         run="fake",
         source="fake step",
-        differences=applied.differences,
+        differences=handles[0].differences,
         assumptions=seen.assumptions,
         setup_differences=plan.fingerprint.setup.differences(seen.fingerprint.setup),
         predicted_host_bytes=plan.host_bytes,
@@ -296,28 +301,3 @@ def _budget_of(plan: Plan, spec: DeviceSpec, program: Program | None = None) -> 
         return plan.budget_bytes
     room = OF_DEVICE.room(spec, plan.ranks.communicators)
     return room.n_bytes if program is None else room.for_peak(program)
-
-
-class _Applied:
-    """Apply a plan to the copy that a fake step runs on. Nothing of the copy may be kept afterwards."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.differences: tuple[StepDifference, ...] = ()
-        self._plan = plan
-        self._handle: Handle | None = None
-
-    def __call__(self, model: torch.nn.Module) -> _Applied:
-        self._handle = put_on(unwrapped(model), self._plan, spread=False)
-        return self
-
-    def forget_differences(self) -> None:
-        assert self._handle is not None
-        self._handle.forget_differences()
-
-    def remove(self) -> None:
-        assert self._handle is not None
-        # After ``remove`` the handle has none, and it must not be kept: it holds the model's copy with all
-        # its tensors.
-        self.differences = self._handle.differences
-        self._handle.remove()
-        self._handle = None

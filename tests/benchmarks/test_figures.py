@@ -41,47 +41,48 @@ def _rows(name: str) -> list[Row]:
     return read_results(RESULTS / f"{name}.json")[1]
 
 
+SWEEPS = (compatibility.SWEEP, hf_targets.SWEEP)
+RESULT_OF = {"gpu": "gpu_h100"}
 OFFLOAD, LONG, SWAPPING = map(_rows, ("offload", "offloaded_sequences", "swapping"))
 COMPILED, VERDICTS = map(_rows, ("compiled", "verdicts"))
 
 
-def _modes() -> str:
-    rows = _rows("modes")
-    return "\n\n".join(
-        modes.markdown([row for row in rows if row["model"] == name]).strip() for name in ("gpt2", "resnet50")
-    )
+def _modes(name: str) -> str:
+    return modes.markdown([row for row in _rows("modes") if row["model"] == name]).strip()
 
 
+DOCS = ROOT / "docs"
+TABLES = [m.TABLE for m in (certify, compiled, compiled_budgets, gpu, offload, offloaded_sequences, swapping)]
+TABLES += [whole_models.TABLE, verdicts.TABLE]
 PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
-    "certify": (certify.PAGE, lambda: certify.table(_rows("certify"))),
-    "compatibility": (compatibility.PAGE, lambda: compatibility.block(*compatibility.read())),
-    "compatibility, all": (compatibility.TABLE, lambda: compatibility.table(compatibility.read()[1])),
-    "compiled": (compiled.PAGE, lambda: compiled.table(COMPILED)),
-    "compiled budgets": (
-        ROOT / "docs/alternatives.md",
-        lambda: compiled_budgets.table(_rows("compiled_budgets")),
-    ),
-    "gpu": (gpu.PAGE, lambda: gpu.table(_rows("gpu_h100"))),
-    "hf targets": (hf_targets.PAGE, lambda: hf_targets.block(*hf_targets.read())),
-    "hf targets, all": (hf_targets.TABLE, lambda: hf_targets.table(*hf_targets.read())),
-    "layouts": (ROOT / "docs/which-parallelism.md", lambda: layouts.markdown(_rows("layouts"))),
-    "layouts, 70B": (ROOT / "docs/which-parallelism.md", lambda: layouts.markdown(_rows("layouts"), "70b")),
-    "modes": (ROOT / "docs/modes.md", _modes),
-    "offload": (ROOT / "docs/offload.md", lambda: offload.table(OFFLOAD)),
-    "offloaded sequences": (ROOT / "docs/offload.md", lambda: offloaded_sequences.table(LONG)),
-    "op memory": (ROOT / "docs/op_memory.md", lambda: op_memory.markdown(_rows("op_memory"))),
+    **{
+        each.command: (
+            each.path,
+            lambda each=each: each.write(_rows(RESULT_OF.get(each.command, each.command))),
+        )
+        for each in TABLES
+    },  # type: ignore[misc]
+    **{
+        sweep.file: (DOCS / f"{sweep.file}.md", lambda sweep=sweep: sweep.page(*sweep.read()))
+        for sweep in SWEEPS
+    },  # type: ignore[misc]
+    **{
+        f"{sweep.file}, all": (sweep.csv_path, lambda sweep=sweep: sweep.csv(*sweep.read()))
+        for sweep in SWEEPS
+    },  # type: ignore[misc]
+    "layouts": (DOCS / "which-parallelism.md", lambda: layouts.markdown(_rows("layouts"))),
+    "layouts, 70B": (DOCS / "which-parallelism.md", lambda: layouts.markdown(_rows("layouts"), "70b")),
+    "modes": (DOCS / "modes.md", lambda: f"{_modes('gpt2')}\n\n{_modes('resnet50')}"),
+    "op memory": (DOCS / "op_memory.md", lambda: op_memory.markdown(_rows("op_memory"))),
     "published": (published.PAGE, lambda: published.page(*published.read_page_rows())),
     "published, all": (published.CSV, lambda: published.csv_table(published.read_page_rows()[0])),
     "published, offloading": (
-        ROOT / "docs/offload.md",
+        DOCS / "offload.md",
         lambda: published.offloading_table(published.read_page_rows()[0]),
     ),
-    "swapping": (ROOT / "docs/offload.md", lambda: swapping.table(SWAPPING)),
-    "whole models": (whole_models.PAGE, lambda: whole_models.table(_rows("whole_models"))),
-    "verdicts": (verdicts.PAGE, lambda: verdicts.markdown(VERDICTS)),
 }
 
-WHOLE = {"compatibility, all", "hf targets, all", "published", "published, all"}
+WHOLE = {"compatibility, all", "hf_targets, all", "published", "published, all"}
 """Those that are all of the file."""
 
 
@@ -99,7 +100,7 @@ def test_compiled_plans_hold_their_budgets_and_take_no_more_than_pytorchs_settin
     assert planned
     over = {row["case"] for row in planned if row["measured"] > row["budget_bytes"]}
     assert over == {"segformer aot_eager blocks 60%"}  # as the page says
-    page = compiled.PAGE.read_text(encoding="utf-8")
+    page = compiled.TABLE.path.read_text(encoding="utf-8")
     off = {row["model"] for row in measured if abs(row["predicted"] / row["measured"] - 1) > 0.005}
     assert all(f"`{model}`" in page for model in off)
     budgets = _rows("compiled_budgets")
@@ -163,7 +164,7 @@ def test_published_figures() -> None:
 
 
 def test_models_of_other_packages() -> None:
-    rows = _rows(zoo.FIGURES.stem)
+    rows = _rows(zoo.SWEEP.file)
     errors = [max(abs(s["predicted_bytes"] - s["measured_bytes"]) for s in row["steps"]) for row in rows]
     assert set(errors) == {0, 8}
     page = (ROOT / "docs/figures.md").read_text(encoding="utf-8")

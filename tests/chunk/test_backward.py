@@ -8,7 +8,6 @@ import functools
 import msgspec
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import sacplan
@@ -22,6 +21,7 @@ from sacplan.techniques.chunk.executor.install import InstalledChunks
 from sacplan.techniques.registry import rewritten
 from tests.chunk.test_memory import fake
 from tests.zoo.language_models import TokenModel
+from tests.zoo.language_models import cross_entropy as loss_fn
 
 VOCAB, DIM = 64, 32
 
@@ -55,10 +55,6 @@ def make_case(layers: int = 3, batch: tuple[int, int] = (2, 96)) -> tuple[nn.Mod
     torch.manual_seed(0)
     model = TokenModel((Layer(DIM) for _ in range(layers)), DIM, VOCAB).to(torch.bfloat16)
     return model, torch.randint(0, VOCAB, batch)
-
-
-def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
 
 
 @functools.cache

@@ -13,9 +13,10 @@ from torch import nn
 from sacplan.errors import ChunkError
 from sacplan.techniques.chunk.executor.forward import ChunkedForward
 from sacplan.techniques.chunk.executor.values import SlicedRegion
-from tests.support.chunks import VOCAB, allocations, chunked, close, loops_of, plain_loss, step
+from tests.support.chunks import VOCAB, allocations, chunked, close, loops_of, step
 from tests.support.steps import mean_square
 from tests.zoo.language_models import LM, Tempered, tokens
+from tests.zoo.language_models import cross_entropy as plain_loss
 from tests.zoo.layers import FromFunction
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]

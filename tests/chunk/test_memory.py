@@ -17,6 +17,7 @@ from sacplan.profiling.tracing import StepRequest, trace_step
 from sacplan.record.step import Step
 from sacplan.running.measure import measured_step
 from sacplan.techniques.chunk.executor.install import InstalledChunks
+from tests.support.steps import mean_square as loss
 from tests.zoo.language_models import LM, tokens
 from tests.zoo.layers import FromFunction
 
@@ -65,10 +66,6 @@ def test_what_begins_the_backward_pass_is_there_until_its_end() -> None:
     torch.manual_seed(0)
     body = FromFunction(lambda self, x: x + self.up(x).sin().exp().tanh().sum(-1, True), up=nn.Linear(8, 512))
     model, x = nn.Sequential(nn.Linear(8, 8), body, nn.Linear(8, 8)), torch.randn(6, 4, 8)
-
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = model(x).pow(2).mean()
-        return found
 
     profile = sacplan.profile(model, x, loss, device="cpu")
     plan = plan_with(profile, [Chunk("2", "rest", 2, 1)])

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import sacplan
@@ -29,6 +28,7 @@ from tests.chunk.test_memory import fake
 from tests.support.plans import discarding
 from tests.support.steps import mean_square
 from tests.zoo.language_models import TokenModel
+from tests.zoo.language_models import cross_entropy as loss_fn
 from tests.zoo.layers import FeedForward, FromFunction, GatedMLP, Residual
 
 BOTH = ("recompute", "chunk")
@@ -51,10 +51,6 @@ def gated_layer(dim: int) -> nn.Module:
 
 def gated_layers(n: int = 2) -> nn.Module:
     return TokenModel((gated_layer(32) for _ in range(n)), 32, VOCAB)
-
-
-def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
 
 
 def make_case() -> tuple[nn.Module, torch.Tensor]:

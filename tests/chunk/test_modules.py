@@ -15,10 +15,11 @@ import sacplan
 from sacplan.core.decisions import Chunk
 from sacplan.errors import ChunkError
 from sacplan.techniques.chunk.executor.install import InstalledChunks
-from tests.support.chunks import VOCAB, close, plain_loss, step
+from tests.support.chunks import VOCAB, close, step
 from tests.support.plans import discarding
 from tests.support.threads import at_once
 from tests.zoo.language_models import LM, tokens
+from tests.zoo.language_models import cross_entropy as plain_loss
 from tests.zoo.layers import FromFunction
 
 CHUNKS = [Chunk("layers.0.mlp", "module", 4, 1), Chunk("layers.1.mlp", "module", 5, 1)]

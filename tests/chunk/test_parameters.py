@@ -20,8 +20,9 @@ import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from sacplan.core.decisions import Chunk
 from sacplan.techniques.chunk.executor.install import InstalledChunks
-from tests.support.chunks import VOCAB, chunked, close, loops_of, plain_loss, step
+from tests.support.chunks import VOCAB, chunked, close, loops_of, step
 from tests.support.threads import at_once
+from tests.zoo.language_models import cross_entropy as plain_loss
 from tests.zoo.language_models import tokens
 from tests.zoo.layers import FromFunction
 

@@ -16,7 +16,7 @@ from torch import nn
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from sacplan.core.decisions import Chunk
-from tests.support.processes import gloo, run_ranks
+from tests.support.processes import gloo, needs_gloo, run_ranks
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 RANKS = 2
@@ -138,9 +138,7 @@ def on_rank(rank: int, directory: str, plans: dict[str, sacplan.Plan]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-)
+@needs_gloo
 def test_gradients_on_two_ranks(tmp_path: Path) -> None:
     plans = {name: with_loss_in_slices_alone(name) for name in WRAPS}
     run_ranks(on_rank, (str(tmp_path), plans), RANKS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import sacplan
@@ -12,14 +11,11 @@ from sacplan.core.decisions import Chunk
 from sacplan.errors import PlanError, PlanMismatch
 from sacplan.report.timeline import timeline_of
 from tests.zoo.language_models import LM
+from tests.zoo.language_models import cross_entropy as loss_fn
 from tests.zoo.layers import FromFunction
 
 VOCAB = 3001
 BOTH = ("recompute", "chunk")
-
-
-def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
 
 
 def cumulated() -> nn.Module:

@@ -14,6 +14,7 @@ from sacplan.errors import BudgetError, PlanError
 from sacplan.record.step import Step
 from sacplan.running.measure import measured_step
 from tests.support.steps import grads_of
+from tests.support.steps import mean_square as loss_fn
 
 X = torch.randn(512, 32)
 
@@ -36,10 +37,6 @@ class Perceptrons(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 def profile_under(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -179,25 +179,6 @@ def convolution() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Conv2d(3, 3, 1), torch.nn.Sigmoid())
 
 
-@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy])
-def test_steps_with_reduced_losses(loss: Any) -> None:
-    """Predicted as measured, without a plan and with one, and as the fake step with the plan says."""
-    torch.manual_seed(0)
-    model, batch = convolution(), torch.rand(2, 3, 64, 64)
-
-    def loss_fn(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return loss(model(batch), batch)
-
-    profile = sacplan.profile(model, batch, loss_fn, device="cpu")
-    plain = real_step(model, batch, loss_fn)
-    assert profile.peak_bytes == plain.peak_bytes
-    plan = sacplan.plan(profile, "smallest")
-    planned = real_step(model, batch, loss_fn, plan=plan)
-    assert plan.peak_bytes == planned.peak_bytes
-    assert planned.same_bits(plain)
-    assert sacplan.verify(model, batch, plan, loss_fn, run="fake").peak_bytes == plan.peak_bytes
-
-
 def loss_inside(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
     """Losses inside units, so that results on large storages are among what may be discarded."""
     total = x.new_zeros(())
@@ -233,35 +214,9 @@ def transposed() -> torch.nn.Module:
     )
 
 
-def test_batch_norm_of_a_transposed_input() -> None:
-    torch.manual_seed(0)
-    model, batch = torch.nn.Sequential(*(transposed() for _ in range(3))), torch.randn(8, 32, 16)
-    fake, real = (sacplan.profile(model, batch, device="cpu", trace=trace) for trace in ("fake", "real"))
-    plain = real_step(model, batch)
-    assert fake.peak_bytes == real.peak_bytes
-    assert fake.peak_bytes == plain.peak_bytes
-    plan = sacplan.plan(fake, "smallest")
-    planned = real_step(model, batch, plan=plan)
-    assert plan.peak_bytes == planned.peak_bytes
-    assert planned.same_bits(plain)
-
-
 def folded(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
     columns = F.unfold(self.conv(x).relu(), 5, padding=2)
     return F.fold(self.out(columns.transpose(1, 2)).transpose(1, 2), (24, 24), 3, padding=1)
-
-
-def test_steps_with_columns() -> None:
-    torch.manual_seed(0)
-    model = FromFunction(folded, conv=torch.nn.Conv2d(3, 8, 1), out=torch.nn.Linear(8 * 25, 72))
-    batch = torch.randn(2, 3, 24, 24)
-    profile = sacplan.profile(model, batch, device="cpu")
-    plain = real_step(model, batch)
-    assert profile.peak_bytes == plain.peak_bytes
-    plan = sacplan.plan(profile, "smallest")
-    planned = real_step(model, batch, plan=plan)
-    assert plan.peak_bytes == planned.peak_bytes
-    assert planned.same_bits(plain)
 
 
 # --- images of a batch of one, whose first stride says nothing but is looked at --------------------------------------
@@ -291,18 +246,40 @@ def autoencoder() -> torch.nn.Module:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_steps_on_a_batch_of_one(rows: int) -> None:
+def reconstruction(loss: Any) -> Any:
+    return convolution, (2, 3, 64, 64), lambda model, batch: loss(model(batch), batch)
+
+
+def columns() -> torch.nn.Module:
+    return FromFunction(folded, conv=torch.nn.Conv2d(3, 8, 1), out=torch.nn.Linear(8 * 25, 72))
+
+
+STEPS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...], Any]] = {
+    **{loss.__name__: reconstruction(loss) for loss in (F.mse_loss, F.smooth_l1_loss, F.binary_cross_entropy)},
+    "batch norm of a transposed input": (
+        lambda: torch.nn.Sequential(*(transposed() for _ in range(3))), (8, 32, 16), None
+    ),
+    "columns": (columns, (2, 3, 24, 24), None),
+    "a batch of one": (autoencoder, (1, 32, 16, 16), None),
+    "a batch of two": (autoencoder, (2, 32, 16, 16), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_are_predicted_as_measured(name: str) -> None:
+    """From a fake trace and a real one, without a plan and with one, and as the fake step with the plan says."""
     torch.manual_seed(0)
-    model, batch = autoencoder(), torch.randn(rows, 32, 16, 16)
-    profile = sacplan.profile(model, batch, device="cpu")
-    plain = real_step(model, batch)
+    make, shape, loss_fn = STEPS[name]
+    model, batch = make(), torch.rand(shape)
+    profile = sacplan.profile(model, batch, loss_fn, device="cpu")
+    plain = real_step(model, batch, loss_fn)
     assert profile.peak_bytes == plain.peak_bytes
-    assert profile.peak_bytes == sacplan.profile(model, batch, device="cpu", trace="real").peak_bytes
+    assert profile.peak_bytes == sacplan.profile(model, batch, loss_fn, device="cpu", trace="real").peak_bytes
     plan = sacplan.plan(profile, "smallest")
-    planned = real_step(model, batch, plan=plan)
+    planned = real_step(model, batch, loss_fn, plan=plan)
     assert plan.peak_bytes == planned.peak_bytes
     assert planned.same_bits(plain)
+    assert sacplan.verify(model, batch, plan, loss_fn, run="fake").peak_bytes == plan.peak_bytes
 
 
 @pytest.mark.filterwarnings("error:the workspace of")

@@ -25,13 +25,11 @@ from tests.support.steps import bit_equal
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", minversion="1.6")
 
-from tests.support.processes import run_ranks  # noqa: E402
+from tests.support.processes import needs_gloo, run_ranks  # noqa: E402
 from tests.support.trainers import trainer as trainer_in  # noqa: E402
 
 pytestmark = [
-    pytest.mark.skipif(
-        not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-    ),
+    needs_gloo,
     pytest.mark.slow,
 ]
 

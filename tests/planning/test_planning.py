@@ -13,6 +13,7 @@ from torch import nn
 import sacplan
 from sacplan.planning.request import Request
 from tests.support.steps import bit_equal, grads_of
+from tests.support.steps import mean_square as loss_fn
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction
 
@@ -136,9 +137,6 @@ def test_the_default_asks_rotor_before_it_gives_up() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(20)))
     batch = torch.randn(2048, 16)
-
-    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).square().mean()
 
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
     twice = sacplan.plan(profile, "smallest", "milp").peak_bytes

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sacplan
 from sacplan.solvers.greedy import Greedy
 from sacplan.solvers.problem import Problem, Solution
 from sacplan.techniques.chunk import rest
+from tests.zoo.language_models import cross_entropy
 
 pytestmark = pytest.mark.filterwarnings("ignore::sacplan.SacplanWarning")
 
@@ -67,10 +67,6 @@ class Model(nn.Module):
             y = y + mixer(norm(y))
         out: Tensor = self.head(y)
         return out
-
-
-def cross_entropy(model: nn.Module, batch: Tensor) -> Tensor:
-    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
 
 @pytest.mark.slow

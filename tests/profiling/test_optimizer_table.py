@@ -21,6 +21,7 @@ from sacplan.profiling.optimizer_table import BY_NAME, AdamW8bitSizes
 from sacplan.profiling.optimizers import recorded_step, state_bytes, with_other_optimizer
 from sacplan.record.host_state import PAGED_FROM
 from tests.support.slow import slow_after
+from tests.support.steps import mean_square as loss
 
 GPU = "rtx-4090"
 
@@ -34,11 +35,6 @@ def net(place: str = "meta") -> nn.Module:
 
 def batch() -> torch.Tensor:
     return torch.ones(4, 64)
-
-
-def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = model(batch).square().mean()
-    return found
 
 
 def on(device: str | sacplan.DeviceSpec, optimizer: Any) -> sacplan.Profile:

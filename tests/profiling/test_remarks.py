@@ -22,6 +22,7 @@ from sacplan.device.devices import resolve_device
 from sacplan.distributed.ranks.ranks import Ranks
 from sacplan.profiling.remarks import adamw_state_bytes
 from sacplan.record.step import default_loss
+from tests.support.steps import total as summed
 
 
 def model() -> nn.Module:
@@ -171,9 +172,6 @@ def test_the_sum_of_the_outputs_is_said(losses: int) -> None:
 
 
 def test_a_sum_that_was_asked_for_is_not_said() -> None:
-    def summed(m: nn.Module, b: torch.Tensor) -> torch.Tensor:
-        return m(b).sum()
-
     with warnings.catch_warnings():
         warnings.simplefilter("error", sacplan.SacplanWarning)
         sacplan.profile(nn.Linear(4, 4), torch.ones(2, 4), summed)

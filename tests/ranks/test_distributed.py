@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 import sacplan
 from tests.support.plans import discarding
-from tests.support.processes import gloo, run_ranks
+from tests.support.processes import gloo, needs_gloo, run_ranks
 from tests.zoo.language_models import TokenModel
+from tests.zoo.language_models import cross_entropy as loss_fn
 from tests.zoo.layers import FeedForward
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-)
+pytestmark = needs_gloo
 
 DIM, VOCAB, RANKS = 16, 32, 2
-
-
-def loss_fn(model: Callable[..., torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
 def sharded(model: TokenModel) -> nn.Module:

@@ -16,7 +16,7 @@ import sacplan
 from benchmarks.harness.mixed_plans import in_one_place
 from sacplan.distributed.ranks.units import units_of
 from sacplan.techniques.registry import rewritten
-from tests.support.processes import gloo, run_ranks
+from tests.support.processes import gloo, needs_gloo, run_ranks
 from tests.support.ranks import (
     RankMemory,
     fully_sharded,
@@ -28,9 +28,7 @@ from tests.support.steps import bit_equal, mean_square
 from tests.zoo import language_models as models
 from tests.zoo.layers import HeavyLayers
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-)
+pytestmark = needs_gloo
 
 UNITS = ["layers.*", ""]
 BUDGET = "75%"

@@ -16,14 +16,12 @@ from torch import nn
 import sacplan
 from sacplan.errors import PlanMismatch
 from sacplan.planning.meshes import way
-from tests.support.processes import gloo, run_ranks
+from tests.support.processes import gloo, needs_gloo, run_ranks
 from tests.support.ranks import OPTIMIZER, RankMemory, patient_collectives
 from tests.zoo.parallel import SplitLM, llama
 
 pytestmark = [
-    pytest.mark.skipif(
-        not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-    ),
+    needs_gloo,
     pytest.mark.slow,
 ]
 

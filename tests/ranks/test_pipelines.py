@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import sacplan
-from tests.support.processes import gloo, run_ranks
+from tests.support.processes import gloo, needs_gloo, run_ranks
 from tests.support.ranks import OPTIMIZER, RankMemory
 from tests.support.steps import bit_equal
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-)
+pytestmark = needs_gloo
 
 DIM, ROWS, MICRO = 64, 256, 4
 LOOPED = ("ScheduleInterleaved1F1B",)

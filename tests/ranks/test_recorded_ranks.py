@@ -20,14 +20,13 @@ from sacplan.core.program import Phase
 from sacplan.device.devices import resolve_device
 from sacplan.device.links import Link
 from sacplan.errors import PlanError, TraceError
-from tests.support.processes import gloo, run_ranks
+from tests.support.processes import gloo, needs_gloo, run_ranks
 from tests.support.ranks import OPTIMIZER, RankMemory, patient_collectives
 from tests.support.steps import bit_equal
+from tests.zoo.language_models import cross_entropy as loss_fn
 from tests.zoo.parallel import SplitLM, parallel_lm
 
-pytestmark = pytest.mark.skipif(
-    not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo"
-)
+pytestmark = needs_gloo
 
 
 def language_model() -> nn.Module:
@@ -37,10 +36,6 @@ def language_model() -> nn.Module:
 
 def tokens(rank: int = 0) -> torch.Tensor:
     return torch.randint(64, (8, 32), generator=torch.Generator().manual_seed(rank))
-
-
-def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
 
 
 def in_parts() -> AbstractContextManager[None]:

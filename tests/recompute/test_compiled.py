@@ -24,6 +24,7 @@ from tests.support.plans import discarding
 from tests.support.slow import slow_after
 from tests.support.steps import bit_equal
 from tests.zoo.language_models import TokenModel
+from tests.zoo.language_models import cross_entropy as loss_fn
 from tests.zoo.layers import FeedForward, FromFunction
 
 DIM, VOCAB = 32, 64
@@ -48,10 +49,6 @@ class GatedBlock(nn.Module):
 
 def language_model(dropout: float = 0.0) -> nn.Module:
     return TokenModel((GatedBlock(dropout) for _ in range(2)), DIM, VOCAB)
-
-
-def loss_fn(model: Callable[..., torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
 class Seen:

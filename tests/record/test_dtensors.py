@@ -28,6 +28,7 @@ from sacplan.torch_compat.local_tensors import local_part
 from sacplan.torch_compat.ops import is_computation
 from sacplan.torch_compat.private import ranks_of_group
 from tests.support.steps import bit_equal
+from tests.support.steps import mean_square as loss_fn
 from tests.zoo.layers import FeedForward
 from tests.zoo.parallel import Sequences, mean_square, parallel_sequences
 
@@ -130,9 +131,6 @@ def test_a_subclass_with_a_dispatch_of_its_own(mesh: Any, trace: Any) -> None:
         model = distributed(mlp(), mesh, _subclass())
     except RuntimeError as error:
         pytest.skip(f"this torch dispatches a subclass as a DTensor: {error}")
-
-    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).square().mean()
 
     plain = sacplan.profile(mlp(), x, loss_fn, torch.optim.SGD, "cpu", trace=trace)
     found = sacplan.profile(
@@ -255,9 +253,6 @@ def test_modules_on_dtensors_are_not_chunked_and_are_named(mesh: Any) -> None:
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 512))
-
-    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).square().mean()
 
     x = torch.randn(8, 64, 32)
     whole = sacplan.profile(model, x, loss_fn, device="cpu")

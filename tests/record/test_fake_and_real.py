@@ -15,6 +15,7 @@ import sacplan
 from sacplan.record.step import Step
 from sacplan.running.measure import measured_step
 from tests.support.slow import slow_after
+from tests.support.steps import mean_square as loss_fn
 from tests.zoo.language_models import TokenModel
 from tests.zoo.layers import FromFunction
 
@@ -162,9 +163,6 @@ class _Tripled(torch.autograd.Function):
 def test_numbers_constants_and_cached_tables_count_as_long_as_they_live(trace: str, cached: bool) -> None:
     torch.manual_seed(0)
     model, batch = _Scaled(), torch.randn(32, 32)
-
-    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).square().mean()
 
     profile = sacplan.profile(model, batch, loss_fn, device="cpu", trace=trace)
     step = Step(model, batch, loss_fn, None)

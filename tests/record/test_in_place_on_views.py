@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import sacplan
+from tests.support.steps import total
 from tests.zoo.layers import FromFunction
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -21,10 +22,6 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda y: y.transpose(0, -1),
     "part": lambda y: y[..., :-1],
 }
-
-
-def total(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).sum()  # type: ignore[no-any-return]
 
 
 def _written(

@@ -19,6 +19,7 @@ from sacplan.running.measure import measured_step
 from sacplan.techniques.runtime.tensors import TAKES_A_NUMBER, with_lent_number
 from sacplan.torch_compat.allocations import allocation_deltas
 from tests.support.recomputing import plan_of
+from tests.support.steps import mean_square, total
 from tests.zoo.layers import FromFunction, Then
 
 Branch = Callable[[torch.Tensor], torch.Tensor]
@@ -99,11 +100,8 @@ def test_a_number_is_alive_as_long_as_the_node_that_keeps_it(name: str, trace: A
     torch.manual_seed(0)
     model, x = Then(BRANCHES[name]), torch.randn(64, 8)
 
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).sum()
-
-    profile = sacplan.profile(model, x, loss, device="cpu", trace=trace)
-    assert measured_step(Step(model, x, loss, None), [x]).peak_bytes == profile.peak_bytes
+    profile = sacplan.profile(model, x, total, device="cpu", trace=trace)
+    assert measured_step(Step(model, x, total, None), [x]).peak_bytes == profile.peak_bytes
 
 
 def test_a_recomputed_number_counts_once() -> None:
@@ -112,12 +110,9 @@ def test_a_recomputed_number_counts_once() -> None:
     part = lambda: Then(lambda y: (y * 1.5).tanh() * 0.5)  # noqa: E731
     model, x = nn.Sequential(part(), part(), part()), torch.randn(64, 8)
 
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).square().mean()
-
-    profile = sacplan.profile(model, x, loss, device="cpu")
+    profile = sacplan.profile(model, x, mean_square, device="cpu")
     for plan in (sacplan.plan(profile, "smallest"), sacplan.plan(profile, "80%")):
-        assert sacplan.verify(model, x, plan, loss, run="real").peak_bytes == plan.peak_bytes
+        assert sacplan.verify(model, x, plan, mean_square, run="real").peak_bytes == plan.peak_bytes
 
 
 # --- inside a kernel --------------------------------------------------------------------------------------------------
@@ -164,11 +159,8 @@ def test_a_number_in_a_backward_formula_counts() -> None:
     torch.manual_seed(0)
     model, x = Then(lambda y: torch.lerp(y, y.exp(), 0.3).exp()), torch.randn(64, 8)
 
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).sum()
-
-    profile = sacplan.profile(model, x, loss, device="cpu")
-    assert measured_step(Step(model, x, loss, None), [x]).peak_bytes == profile.peak_bytes
+    profile = sacplan.profile(model, x, total, device="cpu")
+    assert measured_step(Step(model, x, total, None), [x]).peak_bytes == profile.peak_bytes
 
 
 # --- with a plan ------------------------------------------------------------------------------------------------------
@@ -199,16 +191,13 @@ def test_a_plan_passes_numbers_on_without_making_tensors_of_them() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(*(peaks_at_numbers() for _ in range(3))), torch.randn(64, 8)
 
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).sum()
-
-    profile = sacplan.profile(model, x, loss, device="cpu")
+    profile = sacplan.profile(model, x, total, device="cpu")
     smallest = sacplan.plan(profile, "smallest")
     program = profile.with_plan(smallest)
     assert program.ops[program.footprint.peak_op].phase is Phase.FORWARD
     for peak in (smallest.peak_bytes, (smallest.peak_bytes + profile.peak_bytes) // 2):
         plan = sacplan.plan(profile, f"{peak}B")
-        verified = sacplan.verify(model, x, plan, loss, run="real")
+        verified = sacplan.verify(model, x, plan, total, run="real")
         assert verified.peak_bytes == plan.peak_bytes <= peak
 
 
@@ -251,12 +240,9 @@ def test_a_number_of_a_branch_that_is_dropped_is_gone_with_it_under_a_plan() -> 
     model = nn.Sequential(FromFunction(branches, linear=nn.Linear(8, 32)), nn.Linear(32, 8))
     x = torch.randn(64, 8)
 
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return model(x).sum()
-
-    profile = sacplan.profile(model, x, loss, device="cpu")
+    profile = sacplan.profile(model, x, total, device="cpu")
     plan = plan_of(profile, {"0": [("aten.mul.Tensor", 0)]})
-    assert sacplan.verify(model, x, plan, loss).peak_bytes == plan.peak_bytes
+    assert sacplan.verify(model, x, plan, total).peak_bytes == plan.peak_bytes
 
 
 NUMBERS = (2, 0.1, -3, 0.0, float("inf"), float("nan"), 2**40 + 1, 2**70, True)

@@ -11,6 +11,7 @@ from torch import nn
 
 import sacplan
 from sacplan.errors import DataDependentError
+from tests.support.steps import mean_square as loss
 
 X = torch.ones(32, 16)
 
@@ -57,11 +58,6 @@ CONDITIONS: dict[str, Callable[[Any], Any]] = {
 
 def ops(profile: sacplan.Profile) -> list[str]:
     return [op.name for op in profile.recorded.ops]
-
-
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = model(x).square().mean()
-    return found
 
 
 @pytest.mark.parametrize("trained", [True, False])

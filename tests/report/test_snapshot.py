@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import sacplan
 from sacplan.cli.app import app
 from sacplan.report.snapshot import snapshot_of
+from tests.support.steps import total as loss
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction
 
@@ -225,9 +226,6 @@ def test_stacks_are_modules(case: SimpleNamespace) -> None:
 def test_the_peak_of_a_real_step(tmp_path: Path) -> None:
     """Against the profiler's allocations of the step itself, which are not ours."""
     model, x = in_place(), torch.randn(128, 64)
-
-    def loss(m: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return m(batch).sum()
 
     profile = sacplan.profile(model, x, loss_fn=loss, device="cpu")
     path = sacplan.Report(profile).write_snapshot(tmp_path / "step.pickle")

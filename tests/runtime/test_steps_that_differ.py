@@ -16,6 +16,7 @@ import sacplan
 from benchmarks.harness.steps import real_step
 from benchmarks.models import hf_models
 from tests.support.steps import bit_equal, grads_of
+from tests.support.steps import mean_square as loss_of
 from tests.zoo.language_models import TokenModel
 from tests.zoo.layers import FromFunction
 
@@ -82,11 +83,6 @@ class InnerGradient(nn.Module):
             z = h.detach().requires_grad_()
             (slope,) = torch.autograd.grad((z.sin() * z).sum(), z)
         return x + self.out((torch.cat([h * slope.tanh()] * 4, -1) + 0.5).cos())
-
-
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = model(x).pow(2).mean()
-    return found
 
 
 def ids(rows: int = 8, length: int = 64) -> torch.Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from sacplan.core.decisions import Chunk
@@ -62,10 +61,6 @@ def loops_of(model: nn.Module, unit: str = "head") -> int:
     tally = model.get_submodule(unit).forward.tally
     assert not tally.whole
     return tally.loops
-
-
-def plain_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
 
 
 def allocations(run: Callable[[], object]) -> tuple[list[int], int]:

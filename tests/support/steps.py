@@ -16,6 +16,12 @@ def mean_square(model: nn.Module, batch: Any) -> torch.Tensor:
     return model(*batch if isinstance(batch, tuple) else (batch,)).square().mean()
 
 
+def total(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """The sum of the outputs: its gradient is a view of one number."""
+    found: torch.Tensor = model(batch).sum()
+    return found
+
+
 def grads_of(model: nn.Module, batch: object, loss_fn, seed: int = 0) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
     """Loss and all gradients of one step; the model's gradients and buffers are put back."""
     buffers = [(b, b.clone()) for b in model.buffers()]

@@ -15,6 +15,7 @@ import sacplan
 from sacplan.core.budget import format_bytes, parse_budget
 from sacplan.device.devices import resolve_device
 from sacplan.testing import assert_step_fits
+from tests.support.steps import total as loss_fn
 from tests.zoo.language_models import LM, cross_entropy
 from tests.zoo.language_models import tokens as token_ids
 
@@ -183,9 +184,6 @@ def test_wrong_arguments_are_no_failures_of_the_test(wrong: dict[str, Any], erro
 
 def test_a_missing_optimizer_is_said() -> None:
     net, x = nn.Linear(4, 4), torch.ones(1, 4)
-
-    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).sum()
 
     with pytest.warns(sacplan.SacplanWarning, match="AdamW would add") as seen:
         assert_step_fits(net, x, DEVICE, loss_fn=loss_fn)
