@@ -180,26 +180,39 @@ def light_shards() -> Iterator[None]:
 def without_neighbours() -> Iterator[None]:
     """Inside, a stage of a pipeline runs its schedule without asking those before and behind it for shapes.
 
-    It must know them: ``PipelineStage(..., input_args=, output_args=)``.
+    Outputs have the shapes that its forward gives them, and their gradients those of the outputs. What comes from the
+    stage before must be known: ``PipelineStage(..., input_args=)``.
     """
     schedules: Any = sys.modules.get("torch.distributed.pipelining.schedules")
     if schedules is None:
         yield
         return
     with torch_names():
-        from torch.distributed.pipelining._utils import InferenceMode
+        from torch.distributed.pipelining import _utils as metas
 
-        kind = schedules._PipelineSchedule
-        kind._warmup_p2p  # noqa: B018
+        kind, stage_kind = schedules._PipelineSchedule, schedules.PipelineStage
+        kind._warmup_p2p, stage_kind._recv_meta, stage_kind._send_meta  # noqa: B018
 
     def alone(schedule: Any, stages: Any, has_backward: bool, *_: Any) -> None:
+        asks = any(metas.InferenceMode.needs_dynamic(stage._user_meta, has_backward) for stage in stages)
         for stage in stages:
-            if InferenceMode.needs_dynamic(stage._user_meta, has_backward):
-                raise TraceError(
-                    f"stage {stage.stage_index} of a pipeline asks its neighbours for shapes, and nobody answers: give "
-                    "PipelineStage input_args= and output_args=, of one micro-batch."
-                )
-            stage._inference_mode = InferenceMode.STATIC
+            stage._inference_mode = metas.InferenceMode.DYNAMIC if asks else metas.InferenceMode.STATIC
+
+    def received(stage: Any, sender: int) -> Any:
+        def not_sent(what: str, argument: str) -> TraceError:
+            return TraceError(
+                f"stage {stage.stage_index} of a pipeline asks stage {sender} for {what}, and nobody answers: give "
+                f"PipelineStage {argument}=, of one micro-batch."
+            )
+
+        given, found = stage._user_meta, stage._stage_meta
+        if sender < stage.stage_index:
+            if given.inputs is None:
+                raise not_sent("the shapes of its outputs", "input_args")
+            return metas._StageForwardMeta(given.inputs)
+        if found.has_dtensors() and given.output_grads is None:
+            raise not_sent("the placements of gradients", "output_grads")
+        return metas._StageBackwardMeta(given.output_grads or metas._derive_grad_metas(found.outputs))
 
     groups: Any = torch.distributed.ProcessGroup
     plain, together = groups.send, torch.distributed.batch_isend_irecv
@@ -213,6 +226,7 @@ def without_neighbours() -> Iterator[None]:
 
     with (
         replaced(kind, _warmup_p2p=alone),
+        replaced(stage_kind, _recv_meta=received, _send_meta=lambda *_: None),
         replaced(groups, send=send),
         replaced(torch.distributed, batch_isend_irecv=batch),
     ):

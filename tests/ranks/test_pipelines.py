@@ -49,8 +49,8 @@ def scheduled(rank: int, schedule: str) -> Callable[[nn.Module, Any], None]:
         stages = [
             pipelining.PipelineStage(
                 part, n, last + 1, torch.device("cpu"),
-                input_args=(torch.empty(shape, requires_grad=n > 0),),
-                output_args=torch.empty(shape, requires_grad=True),
+                input_args=(torch.empty(shape, requires_grad=True),) if n else None,
+                output_args=torch.empty(shape, requires_grad=True) if n and schedule == "ScheduleGPipe" else None,
             )
             for n, part in zip(numbers, parts, strict=True)
         ]  # fmt: skip
@@ -103,12 +103,12 @@ def test_a_stage_that_does_not_know_its_shapes() -> None:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     def asks(model: nn.Module, given: Any) -> None:
-        stage = PipelineStage(model, 0, 2, torch.device("cpu"))
-        ScheduleGPipe(stage, MICRO, loss_fn=nn.functional.mse_loss).step(given[0])
+        stage = PipelineStage(model, 1, 2, torch.device("cpu"))
+        ScheduleGPipe(stage, MICRO, loss_fn=nn.functional.mse_loss).step(target=given[1])
 
     with (
-        sacplan.ranks(2, device="cpu"),
-        pytest.raises(sacplan.errors.TraceError, match="input_args= and output_args="),
+        sacplan.ranks(2, rank=1, device="cpu"),
+        pytest.raises(sacplan.errors.TraceError, match="asks stage 0 .* input_args="),
     ):
         sacplan.profile(layers(), batch(), asks)
 
