@@ -172,7 +172,13 @@ def light_shards() -> Iterator[None]:
     with torch_names():
         from torch.distributed.fsdp._fully_shard import _fsdp_param
     pinned = {"pin_memory": lambda tensor, *_: tensor}
-    with replaced(_fsdp_param, _chunk_with_empty=_Parts), replaced(torch.Tensor, **pinned):
+    # What was gathered ahead and never used, such as a frozen embedding, is waited for on the accelerator's stream.
+    stream = {"current_stream": torch.cpu.current_stream}
+    with (
+        replaced(_fsdp_param, _chunk_with_empty=_Parts),
+        replaced(torch.Tensor, **pinned),
+        replaced(torch.accelerator, **stream),
+    ):
         yield
 
 
@@ -199,20 +205,19 @@ def without_neighbours() -> Iterator[None]:
             stage._inference_mode = metas.InferenceMode.DYNAMIC if asks else metas.InferenceMode.STATIC
 
     def received(stage: Any, sender: int) -> Any:
-        def not_sent(what: str, argument: str) -> TraceError:
-            return TraceError(
-                f"stage {stage.stage_index} of a pipeline asks stage {sender} for {what}, and nobody answers: give "
-                f"PipelineStage {argument}=, of one micro-batch."
-            )
-
         given, found = stage._user_meta, stage._stage_meta
         if sender < stage.stage_index:
-            if given.inputs is None:
-                raise not_sent("the shapes of its outputs", "input_args")
-            return metas._StageForwardMeta(given.inputs)
-        if found.has_dtensors() and given.output_grads is None:
-            raise not_sent("the placements of gradients", "output_grads")
-        return metas._StageBackwardMeta(given.output_grads or metas._derive_grad_metas(found.outputs))
+            kind, known, argument = metas._StageForwardMeta, given.inputs, "input_args"
+        else:
+            kind, known, argument = metas._StageBackwardMeta, given.output_grads, "output_grads"
+            if known is None and not found.has_dtensors():
+                known = metas._derive_grad_metas(found.outputs)
+        if known is None:
+            raise TraceError(
+                f"stage {stage.stage_index} of a pipeline asks stage {sender} what it sends, and nobody answers: give "
+                f"PipelineStage {argument}=, of one micro-batch."
+            )
+        return kind(known)
 
     groups: Any = torch.distributed.ProcessGroup
     plain, together = groups.send, torch.distributed.batch_isend_irecv

@@ -429,3 +429,18 @@ def test_what_cannot_be_a_rank_is_an_error() -> None:
     ):
         pass
     assert not dist.is_initialized()
+
+
+def test_a_frozen_unit_is_gathered_ahead_and_never_used() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    # On real ranks of CPUs, PyTorch 2.13 asks for an accelerator's stream here.
+    with sacplan.ranks(2, device="cpu"):
+        model = language_model()
+        model.embed.requires_grad_(False)
+        for unit in (model.embed, *model.layers, model):
+            fully_shard(unit)
+        ops = sacplan.profile(model, tokens(), loss_fn).program.ops
+    backward = [op.name for op in ops if op.phase == Phase.BACKWARD]
+    assert backward.count("c10d._allgather_base_.default") == 3
+    assert backward.count("fsdp.split_with_sizes_copy.default") == 2
