@@ -134,12 +134,8 @@ class _Parts:
 
     def __getitem__(self, number: int) -> torch.Tensor:
         start = number * self._size
-        left = self._tensor.size(self._dim) - start
-        return (
-            self._tensor.narrow(self._dim, start, min(self._size, left))
-            if left > 0
-            else self._tensor.new_empty(0)
-        )
+        size = min(self._size, self._tensor.size(self._dim) - start)
+        return self._tensor.narrow(self._dim, start, size) if size > 0 else self._tensor.new_empty(0)
 
 
 @contextmanager
@@ -173,12 +169,8 @@ def light_shards() -> Iterator[None]:
         from torch.distributed.fsdp._fully_shard import _fsdp_param
     pinned = {"pin_memory": lambda tensor, *_: tensor}
     # What was gathered ahead and never used, such as a frozen embedding, is waited for on the accelerator's stream.
-    stream = {"current_stream": torch.cpu.current_stream}
-    with (
-        replaced(_fsdp_param, _chunk_with_empty=_Parts),
-        replaced(torch.Tensor, **pinned),
-        replaced(torch.accelerator, **stream),
-    ):
+    waiting = replaced(torch.accelerator, current_stream=torch.cpu.current_stream)
+    with waiting, replaced(_fsdp_param, _chunk_with_empty=_Parts), replaced(torch.Tensor, **pinned):
         yield
 
 
@@ -205,19 +197,16 @@ def without_neighbours() -> Iterator[None]:
             stage._inference_mode = metas.InferenceMode.DYNAMIC if asks else metas.InferenceMode.STATIC
 
     def received(stage: Any, sender: int) -> Any:
-        given, found = stage._user_meta, stage._stage_meta
-        if sender < stage.stage_index:
-            kind, known, argument = metas._StageForwardMeta, given.inputs, "input_args"
-        else:
-            kind, known, argument = metas._StageBackwardMeta, given.output_grads, "output_grads"
-            if known is None and not found.has_dtensors():
-                known = metas._derive_grad_metas(found.outputs)
+        given, is_behind = stage._user_meta, sender > stage.stage_index
+        known = given.output_grads if is_behind else given.inputs
+        if known is None and is_behind and not stage._stage_meta.has_dtensors():
+            known = metas._derive_grad_metas(stage._stage_meta.outputs)
         if known is None:
             raise TraceError(
                 f"stage {stage.stage_index} of a pipeline asks stage {sender} what it sends, and nobody answers: give "
-                f"PipelineStage {argument}=, of one micro-batch."
+                f"PipelineStage {'output_grads' if is_behind else 'input_args'}=, of one micro-batch."
             )
-        return kind(known)
+        return (metas._StageBackwardMeta if is_behind else metas._StageForwardMeta)(known)
 
     groups: Any = torch.distributed.ProcessGroup
     plain, together = groups.send, torch.distributed.batch_isend_irecv
@@ -385,9 +374,8 @@ def fake_replicas() -> Iterator[None]:
         work = reduce(tensor, *args, **kwargs)
         return None if work is None else _Answered(work, tensor)
 
-    agreed = dict.fromkeys(
-        ("_verify_param_shape_across_processes", "_sync_module_states"), lambda *args, **kwargs: None
-    )
+    names = "_verify_param_shape_across_processes", "_sync_module_states"
+    agreed = dict.fromkeys(names, lambda *args, **kwargs: None)
     with (
         replaced(reducer, _rebuild_buckets=rebuild),
         replaced(torch.distributed, all_reduce=all_reduce),
