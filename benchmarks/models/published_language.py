@@ -111,10 +111,10 @@ def _float_logits(program: Program) -> Iterable[int]:
     return upcast.writes[0], loss.writes[0]
 
 
-def _titan(shape: networks.LlamaShape, sequences: int) -> Built:
+def _titan(shape: networks.LlamaShape, sequences: int, length: int = 8192) -> Built:
     with torch.device("meta"):
         model = networks.Llama(shape)
-    batch = empty(sequences, shape.length), empty(sequences, shape.length)
+    batch = empty(sequences, length), empty(sequences, length)
     return Built(model=model, batch=batch, loss_fn=titan_loss, optimizer=foreach_adamw)
 
 
@@ -153,7 +153,10 @@ AS_EXPANDABLE = f"{EITHER}. Rows of Table 2 are within 1 % of expandable ones, a
 
 
 def _fully_sharded(model: Any, reshard: Literal["always", "default", "never"]) -> None:
-    """Shard a model as torchtitan's ``apply_fsdp`` does: by default the last layer stays gathered after its forward."""
+    """Shard a model as torchtitan's ``apply_fsdp`` does: by default the last layer stays gathered after its forward.
+
+    So does the root, whatever is asked of it, in PyTorch up to 2.7 (its pull request #155319).
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -161,7 +164,7 @@ def _fully_sharded(model: Any, reshard: Literal["always", "default", "never"]) -
     for layer in model.layers:
         frees = reshard == "always" or (reshard == "default" and layer is not last)
         fully_shard(layer, mp_policy=policy, reshard_after_forward=frees)
-    fully_shard(model, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=False)
 
 
 def _titan822(reshard: Literal["always", "default", "never"], *, sequences: int = 1, **changes: Any) -> Step:
@@ -391,7 +394,7 @@ LANGUAGE: dict[str, Step] = {
     "titan2412-128gpu-FSDP": _titan2412(128),
     "titan165-fsdp": _titan822(
         "default",
-        build=lambda: _titan(networks.LLAMA_2_7B, 8),
+        build=lambda: _titan(networks.LLAMA_2_7B, 8, 2048),
         points=(
             Point(part=("FSDP2 AC", 0), unit=0.01 * 95.0396 * GIB, figure="active"),
             Point(part=("FSDP2 AC", 1), unit=0.01 * 95.0396 * GIB, figure="reserved"),
@@ -400,7 +403,7 @@ LANGUAGE: dict[str, Step] = {
         loop=Loop(held=_float_logits),
         samples=8 * 2048,
         assumed=True,
-        unknown="PyTorch of early 2024; which RMSNorm ran: the project had a fused one of its own",
+        unknown="PyTorch of early 2024",
     ),
     "peft-qlora-70b-fsdp": _peft_fsdp(offload=False),
     "peft-qlora-70b-fsdp-offload": _peft_fsdp(offload=True),

@@ -92,6 +92,7 @@ class LlamaShape:
     """The shape of a Llama, and whose code it follows.
 
     Attributes:
+        length: rows of the table of rotary angles.
         style: ``"torchtitan"``: rotary embeddings on complex numbers, an output layer of its own. ``"torchtune"``: on
             pairs of floats, and the output layer shares the embedding.
         chunks: the number of chunks of the sequence that the output layer is applied to; 1: none.
@@ -108,7 +109,7 @@ class LlamaShape:
     chunks: int = 1
 
 
-LLAMA_2_7B = LlamaShape(32, 4096, 32, 32, 11008, 32000, 2048)
+LLAMA_2_7B = LlamaShape(32, 4096, 32, 32, 11008, 32000, 65536)
 LLAMA_3_8B = LlamaShape(32, 4096, 32, 8, 14336, 128256, 8192)
 LLAMA_32_3B = LlamaShape(28, 3072, 24, 8, 8192, 128256, 4096, "torchtune")
 

@@ -1,16 +1,19 @@
-"""Published steps of prime-rl's trainers, all parameters trained: Qwen3-30B-A3B on eight GPUs, Qwen3-0.6B on one.
+"""Published steps of prime-rl's trainers: Qwen3-30B-A3B on eight GPUs and Qwen3-0.6B on one, some with adapters.
 
-Written down from its code of January 2026: experts, head, loss and calls of ``fully_shard``. A step adds up two
-micro-batches. As many tokens go to each expert. Of the loss of reinforcement learning only the mean is here: its other
-ops read and make a number for each token. Attention is that of transformers; flash attention saves as much. On an H100,
-FlashAttention-3 ran, for which cuDNN's stands here. Offloading has no stream of its own (``use_streams`` is off in
-``act_offloading.py``).
+Written down from its code of January 2026: experts, head, loss, adapters and calls of ``fully_shard``. A step adds up
+two micro-batches. As many tokens go to each expert. Of the loss of reinforcement learning only the mean is here: its
+other ops read and make a number for each token. Attention is that of transformers; flash attention saves as much. On an
+H100, FlashAttention-3 ran, for which cuDNN's stands here. Offloading has no stream of its own (``use_streams`` is off
+in ``act_offloading.py``).
+
+With ``lora``, each layer has four adapters, of which fake data uses the first. No run is ever made there that would own
+an optimizer, so that gradients stay and nothing is updated (``optim.py``, ``runs.py``).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,15 +39,62 @@ _CHUNK = 2048
 """Words of the head that a trainer of reinforcement learning computes at a time."""
 
 
-class _Experts(nn.Module):
-    """A mixture of experts whose scores are multiplied in float32."""
+def _grouped(rows: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    for weight in weights:
+        rows = torch._grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+    return rows
 
-    def __init__(self, dim: int, hidden: int, experts: int, chosen: int) -> None:
+
+class _Adapters(nn.Module):
+    """The four adapters of a weight, or of one weight for each expert, of which the first is used."""
+
+    def __init__(self, weight: torch.Tensor, rank: int) -> None:
+        super().__init__()
+        *experts, wide, narrow = weight.shape
+        self.a, self.b = (
+            nn.ParameterList(nn.Parameter(torch.empty(*experts, *shape)) for _ in range(4))
+            for shape in ((rank, narrow), (wide, rank))
+        )
+
+
+class _Adapted(nn.Module):
+    """A linear layer with adapters, all of them in one product; on cards before Hopper one after the other."""
+
+    def __init__(self, base: nn.Linear, rank: int, grouped: bool) -> None:
+        super().__init__()
+        self.base, self.adapters, self.grouped = base, _Adapters(base.weight, rank), grouped
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.view(-1, x.shape[-1])
+        out = self.base(rows)
+        a, b = torch.stack([*self.adapters.a]), torch.stack([*self.adapters.b])
+        if self.grouped:
+            ends = torch.full((4,), len(rows), dtype=torch.int32, device=x.device)
+            added = _grouped(rows, ends, a, b)
+        else:
+            parts = rows.split([len(rows), 0, 0, 0])
+            added = torch.cat([part @ a[i].t() @ b[i].t() for i, part in enumerate(parts)])
+        return (out + rows.new_ones(len(rows), 1) * added).view(*x.shape[:-1], -1)
+
+
+class _Experts(nn.Module):
+    """A mixture of experts whose scores are multiplied in float32, with adapters of a rank, or of 0."""
+
+    def __init__(self, dim: int, hidden: int, experts: int, chosen: int, rank: int) -> None:
         super().__init__()
         self.gate = nn.Linear(dim, experts, bias=False)
         self.w1, self.w3 = (nn.Parameter(torch.empty(experts, hidden, dim)) for _ in range(2))
         self.w2 = nn.Parameter(torch.empty(experts, dim, hidden))
+        weights = self.named_parameters(recurse=False) if rank else ()
+        self.adapters = nn.ModuleDict({name: _Adapters(weight, rank) for name, weight in weights})
         self.chosen = chosen
+
+    def _product(self, rows: torch.Tensor, name: str, ends: torch.Tensor) -> torch.Tensor:
+        out = _grouped(rows, ends, getattr(self, name))
+        if name in self.adapters:
+            own = self.adapters[name]
+            out = out + 2.0 * _grouped(rows, ends, own.a[0], own.b[0])
+        return out
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.view(-1, x.shape[-1])
@@ -56,9 +106,9 @@ class _Experts(nn.Module):
         index = (order // self.chosen).reshape(-1, 1).expand(-1, x.shape[-1])
         rows = torch.gather(tokens, dim=0, index=index)
         ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
-        hidden = F.silu(torch._grouped_mm(rows, self.w1.transpose(-2, -1), offs=ends))
-        hidden = hidden * torch._grouped_mm(rows, self.w3.transpose(-2, -1), offs=ends)
-        out = torch._grouped_mm(hidden, self.w2.transpose(-2, -1), offs=ends)
+        hidden = F.silu(self._product(rows, "w1", ends))
+        hidden = hidden * self._product(rows, "w3", ends)
+        out = self._product(hidden, "w2", ends)
         out = (out.float() * scores.reshape(-1, 1)).to(x.dtype)
         return torch.zeros_like(tokens).scatter_add(dim=0, index=index, src=out).reshape(x.shape)
 
@@ -102,49 +152,73 @@ class _LogProbs(nn.Linear):
         )  # type: ignore[no-untyped-call]
 
 
-class _Small(nn.Module):
-    """Qwen3-0.6B with a head that returns logits, or log-probabilities of targets."""
+class _Qwen3(nn.Module):
+    """A Qwen3 with a head that returns logits, or log-probabilities of targets."""
 
-    def __init__(self, head: type[nn.Linear]) -> None:
+    def __init__(self, config: Any, head: type[nn.Linear], rank: int, grouped: bool) -> None:
         import transformers
 
         super().__init__()
-        config = transformers.Qwen3Config(
-            vocab_size=151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-            head_dim=128, intermediate_size=3072, tie_word_embeddings=True, use_cache=False,
-        )  # fmt: skip
-        self.model = transformers.Qwen3Model(config)
-        self.lm_head = head(1024, 151936, bias=False)
-        self.lm_head.weight = self.model.embed_tokens.weight
+        self.model = transformers.AutoModel.from_config(config)
+        if config.model_type == "qwen3_moe":
+            experts = config.moe_intermediate_size, config.num_experts, config.num_experts_per_tok
+            for layer in self.model.layers:
+                layer.mlp = _Experts(config.hidden_size, *experts, rank)
+        self.lm_head = head(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        if rank:
+            _adapt(self, rank, grouped)
 
     def forward(self, tokens: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
         return self.lm_head(self.model(input_ids=tokens).last_hidden_state, *targets)
 
 
-class _Large(_Small):
-    """The same of Qwen3-30B-A3B."""
-
-    def __init__(self, head: type[nn.Linear]) -> None:
-        import transformers
-
-        nn.Module.__init__(self)
-        config = transformers.Qwen3MoeConfig(
-            vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
-            head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
-            norm_topk_prob=True, use_cache=False,
-        )  # fmt: skip
-        self.model = transformers.Qwen3MoeModel(config)
-        for layer in self.model.layers:
-            layer.mlp = _Experts(2048, 768, 128, 8)
-        self.lm_head = head(2048, 151936, bias=False)
+def _adapt(model: _Qwen3, rank: int, grouped: bool) -> None:
+    """Give linear layers of attention and of dense layers adapters, and freeze all but adapters."""
+    for holder in [*model.model.layers.modules()]:
+        for name, linear in [*holder.named_children()]:
+            if name.endswith("_proj"):
+                setattr(holder, name, _Adapted(linear, rank, grouped))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("adapters" in name)
 
 
-def _build(made: type[_Small], head: type[nn.Linear], length: int, parts: int = 2) -> Built:
+def _qwen3_06b() -> Any:
+    import transformers
+
+    return transformers.Qwen3Config(
+        vocab_size=151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=128, intermediate_size=3072, tie_word_embeddings=True, use_cache=False,
+    )  # fmt: skip
+
+
+def _qwen3_moe(width: int, layers: int, heads: int, hidden: int) -> Any:
+    import transformers
+
+    return transformers.Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=4, head_dim=128, moe_intermediate_size=hidden, num_experts=128, num_experts_per_tok=8,
+        norm_topk_prob=True, use_cache=False,
+    )  # fmt: skip
+
+
+_qwen3_30b = functools.partial(_qwen3_moe, 2048, 48, 32, 768)
+
+
+def _build(
+    config: Callable[[], Any],
+    head: type[nn.Linear],
+    length: int,
+    parts: int = 2,
+    rank: int = 0,
+    grouped: bool = True,
+) -> Built:
     with torch.device("meta"):
-        model = made(head)
+        model = _Qwen3(config(), head, rank, grouped)
     batch = tuple((empty(1, length), empty(1, length)) for _ in range(parts))
     loss_fn = _fine_tuning if head is nn.Linear else _reinforcement
-    return Built(model=model, batch=batch, loss_fn=loss_fn, optimizer=_clipped)
+    return Built(model=model, batch=batch, loss_fn=loss_fn, optimizer=None if rank else _clipped)
 
 
 def _fine_tuning(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -194,56 +268,63 @@ def _fully_sharded(model: Any) -> None:
     fully_shard(model, mp_policy=policy)
 
 
-def _step(head: type[nn.Linear], length: int, device: str, **changes: Any) -> Step:
+def _step(config: Callable[[], Any], head: type[nn.Linear], length: int, device: str, **changes: Any) -> Step:
     made: dict[str, Any] = {
-        "build": functools.partial(_build, _Large, head, length),
+        "build": functools.partial(_build, config, head, length),
         "points": (Point(unit=GIB, figure="reserved_expandable"),),
         "device": device,
         "plan": lambda profile: sacplan.policy("full", profile=profile, layers=_LAYERS),
         "loop": Loop(held=_last_logits) if head is nn.Linear else Loop(),
         "spread": _fully_sharded,
-        "ranks": 8,
+        "ranks": 1 if config is _qwen3_06b else 8,
         "missing": COMPILE,
     }
     return Step(**made | changes)
 
 
-def _small(head: type[nn.Linear], length: int, device: str, **changes: Any) -> Step:
-    build = functools.partial(_build, _Small, head, length)
-    return _step(head, length, device, **{"build": build, "ranks": 1} | changes)
-
-
-def _micro_batch(**changes: Any) -> Step:
-    """Return one of two micro-batches of 65,536 tokens, beside the gradients of the other one."""
-    build = functools.partial(_build, _Small, _LogProbs, 65536, 1)
-    return _small(
-        _LogProbs, 65536, "h100", build=build, loop=Loop(gradients="never"), samples=65536, **changes
-    )
+def _micro_batch(config: Callable[[], Any], length: int, device: str, rank: int = 0, **changes: Any) -> Step:
+    """Return one of two micro-batches, beside the gradients of the other one."""
+    build = functools.partial(_build, config, _LogProbs, length, 1, rank, device != "rtx-a6000")
+    loop = Loop(gradients="never")
+    return _step(config, _LogProbs, length, device, build=build, loop=loop, **changes)
 
 
 def prime_rl(row: Mapping[str, Any]) -> Step:
     """Return the step of a row that is a time."""
     setting = row["setting"]
     head = nn.Linear if setting["trainer"] == "sft" else _LogProbs
-    return _small(
-        head, setting["seq"], row["device"],
+    return _step(
+        _qwen3_06b, head, setting["seq"], row["device"],
         points=(), compiled=[_LAYERS], missing="", samples=2 * setting["seq"], group="prime-rl, Qwen3-0.6B",
     )  # fmt: skip
 
 
+_OFFLOADING: dict[str, Any] = {
+    "plan": functools.partial(offloading_policy, layers=_LAYERS, stash=0, ahead=0),
+    "one_stream": True,
+}
 PRIME_RL: dict[str, Step] = {
-    "prime-rl-sft-Qwen3-30B-A3B-16384": _step(nn.Linear, 16384, "h200"),
-    "prime-rl-rl-Qwen3-30B-A3B-16384-8xH100": _step(_LogProbs, 16384, "h100"),
-    "prime-rl-rl-Qwen3-30B-A3B-16384-8xH200": _step(_LogProbs, 16384, "h200"),
-    "prime-rl-rl-Qwen3-30B-A3B-65536-8xH200": _step(_LogProbs, 65536, "h200"),
-    "prime-rl-sft-Qwen3-0.6B-8192": _small(nn.Linear, 8192, "h100"),
-    "prime-rl-sft-Qwen3-0.6B-16384": _small(nn.Linear, 16384, "h100"),
-    "prime-rl-sft-Qwen3-0.6B-8192-a6000": _small(nn.Linear, 8192, "rtx-a6000"),
-    "prime-rl-rl-Qwen3-0.6B-16384": _small(_LogProbs, 16384, "h100"),
-    "prime-rl-rl-Qwen3-0.6B-16384-a6000": _small(_LogProbs, 16384, "rtx-a6000"),
-    "prime-rl-rl-Qwen3-0.6B-65536-a6000": _small(_LogProbs, 65536, "rtx-a6000"),
-    "prime-rl-rl-Qwen3-0.6B-65536": _micro_batch(),
+    "prime-rl-sft-Qwen3-30B-A3B-16384": _step(_qwen3_30b, nn.Linear, 16384, "h200"),
+    "prime-rl-rl-Qwen3-30B-A3B-16384-8xH100": _step(_qwen3_30b, _LogProbs, 16384, "h100"),
+    "prime-rl-rl-Qwen3-30B-A3B-16384-8xH200": _step(_qwen3_30b, _LogProbs, 16384, "h200"),
+    "prime-rl-rl-Qwen3-30B-A3B-65536-8xH200": _step(_qwen3_30b, _LogProbs, 65536, "h200"),
+    "prime-rl-rl-Qwen3-30B-A3B-16384-r16-8xH100": _micro_batch(_qwen3_30b, 16384, "h100", 16),
+    "prime-rl-rl-Qwen3-30B-A3B-16384-r16-8xH200": _micro_batch(_qwen3_30b, 16384, "h200", 16),
+    "prime-rl-rl-Qwen3-30B-A3B-65536-r16-8xH100": _micro_batch(_qwen3_30b, 65536, "h100", 16),
+    "prime-rl-rl-Qwen3-30B-A3B-65536-r16-8xH200": _micro_batch(_qwen3_30b, 65536, "h200", 16),
+    "prime-rl-sft-Qwen3-0.6B-8192": _step(_qwen3_06b, nn.Linear, 8192, "h100"),
+    "prime-rl-sft-Qwen3-0.6B-16384": _step(_qwen3_06b, nn.Linear, 16384, "h100"),
+    "prime-rl-sft-Qwen3-0.6B-8192-a6000": _step(_qwen3_06b, nn.Linear, 8192, "rtx-a6000"),
+    "prime-rl-rl-Qwen3-0.6B-16384": _step(_qwen3_06b, _LogProbs, 16384, "h100"),
+    "prime-rl-rl-Qwen3-0.6B-16384-a6000": _step(_qwen3_06b, _LogProbs, 16384, "rtx-a6000"),
+    "prime-rl-rl-Qwen3-0.6B-65536-a6000": _step(_qwen3_06b, _LogProbs, 65536, "rtx-a6000"),
+    "prime-rl-rl-Qwen3-0.6B-65536": _micro_batch(_qwen3_06b, 65536, "h100", samples=65536),
     "prime-rl-rl-Qwen3-0.6B-65536-offload": _micro_batch(
-        plan=functools.partial(offloading_policy, layers=_LAYERS, stash=0, ahead=0), one_stream=True
+        _qwen3_06b, 65536, "h100", samples=65536, **_OFFLOADING
     ),
+    "prime-rl-rl-Qwen3-0.6B-16384-r16": _micro_batch(_qwen3_06b, 16384, "h100", 16),
+    "prime-rl-rl-Qwen3-0.6B-16384-r16-a6000": _micro_batch(_qwen3_06b, 16384, "rtx-a6000", 16),
+    "prime-rl-rl-Qwen3-0.6B-65536-r16": _micro_batch(_qwen3_06b, 65536, "h100", 16),
+    "prime-rl-rl-Qwen3-0.6B-65536-r16-offload": _micro_batch(_qwen3_06b, 65536, "h100", 16, **_OFFLOADING),
+    "prime-rl-rl-Qwen3-0.6B-65536-r16-a6000": _micro_batch(_qwen3_06b, 65536, "rtx-a6000", 16),
 }

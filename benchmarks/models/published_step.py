@@ -101,7 +101,7 @@ class Step:
         loop: the training loop.
         fsdp: how it is spread over ranks; None: one GPU, or ``spread``.
         spread: spreads the model over ``ranks`` with PyTorch's calls, and the step is recorded as a rank runs it.
-        around: the context of the step on a rank.
+        around: the context of the step on a rank, entered when the model is spread.
         compiled: what of it is compiled, as for ``sacplan.profile``; None: nothing.
         samples: tokens or images of one step on one GPU, of which the row gives the number per second.
         mode: as for ``sacplan.profile``.
@@ -158,8 +158,8 @@ class Step:
         with ExitStack() as stack:
             if self.spread is not None:
                 stack.enter_context(sacplan.ranks(self.ranks, device=spec))
-                stack.enter_context(self.around())
                 self.spread(built.model)
+                stack.enter_context(self.around())
             else:
                 options["device"] = spec
             if self.fsdp is not None:
@@ -221,9 +221,9 @@ def op_policy(profile: sacplan.Profile) -> sacplan.Plan:
     return sacplan.policy("selective", "op", profile=profile, layers=LAYERS)
 
 
-def full_policy(profile: sacplan.Profile) -> sacplan.Plan:
+def full_policy(profile: sacplan.Profile, layers: str = LAYERS) -> sacplan.Plan:
     """Return the checkpointing of whole layers."""
-    return sacplan.policy("full", profile=profile, layers=LAYERS)
+    return sacplan.policy("full", profile=profile, layers=layers)
 
 
 def offloading_policy(

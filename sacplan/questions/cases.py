@@ -241,6 +241,9 @@ class Case:
         # The smallest peak is found without regard to time, so its time would mislead; copies of an optimizer's state
         # between host and device are not predicted.
         is_timed = (fits or not way.techniques) and not self._behind_host_bytes
+        times = (
+            self._times(made, taken) if is_timed else dict.fromkeys(("step_ms", "recompute_ms", "added_ms"))
+        )
         # Rows are made from the simplest way on. If an earlier one has the same decisions, this way is the same; the
         # search finds this way itself at the latest.
         same = self._decided.setdefault(frozenset(made.decisions), way)
@@ -251,11 +254,7 @@ class Case:
             room=self.room,
             peak_bytes=taken.peak_bytes,
             unplanned_peak_bytes=self._measure(self.smallest(AS_IT_IS)).peak_bytes,
-            **(
-                self._times(made, taken)
-                if is_timed
-                else dict.fromkeys(("step_ms", "recompute_ms", "added_ms"))
-            ),
+            **times,
             reserved_bytes=taken.reserved_bytes,
             expandable_bytes=taken.expandable_bytes,
             runs_with_retries=taken.with_retries and not way.techniques,

@@ -307,11 +307,8 @@ class Sweep(Asked):
             case = self._case(name)
             if case.host_bytes > self.host_budget_bytes:
                 # The default is no promise: other machines have another share of the host for each device.
-                kind = (
-                    "common machines have"
-                    if self.host_budget_bytes == self.spec.host_memory_bytes
-                    else "there are"
-                )
+                is_default = self.host_budget_bytes == self.spec.host_memory_bytes
+                kind = "common machines have" if is_default else "there are"
                 self.notes.append(
                     f"{name} would take {format_bytes(case.host_bytes)} of the host's memory, of which {kind} "
                     f"{format_bytes(self.host_budget_bytes)} for each {self.spec.name}."

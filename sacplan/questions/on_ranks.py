@@ -124,8 +124,10 @@ class RankRows:
         # No plan makes shards or an optimizer on the host smaller.
         if bare.fits or bare.over_host_bytes:
             return [bare]
-        planned = case.row(_PLAN)
-        if not planned.fits and not case.is_bound_by_optimizer(_PLAN):
+        # Where no recomputation holds the room, a long search would only say a little better by how much.
+        asked = PLAN if rank.program.liveness.floor_bytes > case.room.n_bytes else _PLAN
+        planned = case.row(asked)
+        if not planned.fits and not case.is_bound_by_optimizer(asked):
             self._bound_elsewhere.add(one.name)
         return [bare, planned]
 
@@ -223,10 +225,8 @@ class RankRows:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             written = ", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)"
             yield self._fsdp("FSDP2, bfloat16", written, mp_policy=policy)
-        offloaded = CPUOffloadPolicy()
-        yield self._fsdp(
-            "FSDP2, CPU offload", ", offload_policy=CPUOffloadPolicy()", offload_policy=offloaded
-        )
+        written = ", offload_policy=CPUOffloadPolicy()"
+        yield self._fsdp("FSDP2, CPU offload", written, offload_policy=CPUOffloadPolicy())
 
     def _on_meshes(self) -> Iterator[Arrangement]:
         """Yield the meshes with an axis for tensor parallelism; without one, DDP and FSDP2 do the same."""

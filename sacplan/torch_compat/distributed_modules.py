@@ -134,12 +134,8 @@ class _Parts:
 
     def __getitem__(self, number: int) -> torch.Tensor:
         start = number * self._size
-        left = self._tensor.size(self._dim) - start
-        return (
-            self._tensor.narrow(self._dim, start, min(self._size, left))
-            if left > 0
-            else self._tensor.new_empty(0)
-        )
+        size = min(self._size, self._tensor.size(self._dim) - start)
+        return self._tensor.narrow(self._dim, start, size) if size > 0 else self._tensor.new_empty(0)
 
 
 @contextmanager
@@ -172,7 +168,9 @@ def light_shards() -> Iterator[None]:
     with torch_names():
         from torch.distributed.fsdp._fully_shard import _fsdp_param
     pinned = {"pin_memory": lambda tensor, *_: tensor}
-    with replaced(_fsdp_param, _chunk_with_empty=_Parts), replaced(torch.Tensor, **pinned):
+    # What was gathered ahead and never used, such as a frozen embedding, is waited for on the accelerator's stream.
+    waiting = replaced(torch.accelerator, current_stream=torch.cpu.current_stream)
+    with waiting, replaced(_fsdp_param, _chunk_with_empty=_Parts), replaced(torch.Tensor, **pinned):
         yield
 
 
@@ -180,26 +178,35 @@ def light_shards() -> Iterator[None]:
 def without_neighbours() -> Iterator[None]:
     """Inside, a stage of a pipeline runs its schedule without asking those before and behind it for shapes.
 
-    It must know them: ``PipelineStage(..., input_args=, output_args=)``.
+    Outputs have the shapes that its forward gives them, and their gradients those of the outputs. What comes from the
+    stage before must be known: ``PipelineStage(..., input_args=)``.
     """
     schedules: Any = sys.modules.get("torch.distributed.pipelining.schedules")
     if schedules is None:
         yield
         return
     with torch_names():
-        from torch.distributed.pipelining._utils import InferenceMode
+        from torch.distributed.pipelining import _utils as metas
 
-        kind = schedules._PipelineSchedule
-        kind._warmup_p2p  # noqa: B018
+        kind, stage_kind = schedules._PipelineSchedule, schedules.PipelineStage
+        kind._warmup_p2p, stage_kind._recv_meta, stage_kind._send_meta  # noqa: B018
 
     def alone(schedule: Any, stages: Any, has_backward: bool, *_: Any) -> None:
+        asks = any(metas.InferenceMode.needs_dynamic(stage._user_meta, has_backward) for stage in stages)
         for stage in stages:
-            if InferenceMode.needs_dynamic(stage._user_meta, has_backward):
-                raise TraceError(
-                    f"stage {stage.stage_index} of a pipeline asks its neighbours for shapes, and nobody answers: give "
-                    "PipelineStage input_args= and output_args=, of one micro-batch."
-                )
-            stage._inference_mode = InferenceMode.STATIC
+            stage._inference_mode = metas.InferenceMode.DYNAMIC if asks else metas.InferenceMode.STATIC
+
+    def received(stage: Any, sender: int) -> Any:
+        given, is_behind = stage._user_meta, sender > stage.stage_index
+        known = given.output_grads if is_behind else given.inputs
+        if known is None and is_behind and not stage._stage_meta.has_dtensors():
+            known = metas._derive_grad_metas(stage._stage_meta.outputs)
+        if known is None:
+            raise TraceError(
+                f"stage {stage.stage_index} of a pipeline asks stage {sender} what it sends, and nobody answers: give "
+                f"PipelineStage {'output_grads' if is_behind else 'input_args'}=, of one micro-batch."
+            )
+        return (metas._StageBackwardMeta if is_behind else metas._StageForwardMeta)(known)
 
     groups: Any = torch.distributed.ProcessGroup
     plain, together = groups.send, torch.distributed.batch_isend_irecv
@@ -213,6 +220,7 @@ def without_neighbours() -> Iterator[None]:
 
     with (
         replaced(kind, _warmup_p2p=alone),
+        replaced(stage_kind, _recv_meta=received, _send_meta=lambda *_: None),
         replaced(groups, send=send),
         replaced(torch.distributed, batch_isend_irecv=batch),
     ):
@@ -366,9 +374,8 @@ def fake_replicas() -> Iterator[None]:
         work = reduce(tensor, *args, **kwargs)
         return None if work is None else _Answered(work, tensor)
 
-    agreed = dict.fromkeys(
-        ("_verify_param_shape_across_processes", "_sync_module_states"), lambda *args, **kwargs: None
-    )
+    names = "_verify_param_shape_across_processes", "_sync_module_states"
+    agreed = dict.fromkeys(names, lambda *args, **kwargs: None)
     with (
         replaced(reducer, _rebuild_buckets=rebuild),
         replaced(torch.distributed, all_reduce=all_reduce),

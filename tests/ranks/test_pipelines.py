@@ -18,8 +18,6 @@ from tests.support.steps import bit_equal
 pytestmark = needs_gloo
 
 DIM, ROWS, MICRO = 64, 256, 4
-LOOPED = ("ScheduleInterleaved1F1B",)
-"""Schedules of several stages a rank."""
 OUTPUT = 4 * DIM * ROWS // MICRO
 """Bytes of what a stage sends for a micro-batch."""
 
@@ -41,17 +39,18 @@ def scheduled(rank: int, schedule: str) -> Callable[[nn.Module, Any], None]:
 
     def run(model: Any, given: Any) -> None:
         # The stages of a loop are a rank's, and the rank's behind all ranks.
-        parts, numbers = (list(model), (rank, rank + 2)) if schedule in LOOPED else ([model], (rank,))
+        is_looped = "Interleaved" in schedule
+        parts, numbers = (list(model), (rank, rank + 2)) if is_looped else ([model], (rank,))
         last, shape = 2 * len(parts) - 1, (ROWS // MICRO, DIM)
         stages = [
             pipelining.PipelineStage(
                 part, n, last + 1, torch.device("cpu"),
-                input_args=(torch.empty(shape, requires_grad=n > 0),),
-                output_args=torch.empty(shape, requires_grad=True),
+                input_args=(torch.empty(shape, requires_grad=True),) if n else None,
+                output_args=torch.empty(shape, requires_grad=True) if n and schedule == "ScheduleGPipe" else None,
             )
             for n, part in zip(numbers, parts, strict=True)
         ]  # fmt: skip
-        of_rank: Any = stages if schedule in LOOPED else stages[0]
+        of_rank: Any = stages if is_looped else stages[0]
         steps = getattr(pipelining, schedule)(of_rank, MICRO, loss_fn=nn.functional.mse_loss)
         asked = {"target": given[1], "losses": []} if last in numbers else {}
         steps.step(*given[:1] if 0 in numbers else (), **asked)
@@ -100,12 +99,12 @@ def test_a_stage_that_does_not_know_its_shapes() -> None:
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     def asks(model: nn.Module, given: Any) -> None:
-        stage = PipelineStage(model, 0, 2, torch.device("cpu"))
-        ScheduleGPipe(stage, MICRO, loss_fn=nn.functional.mse_loss).step(given[0])
+        stage = PipelineStage(model, 1, 2, torch.device("cpu"))
+        ScheduleGPipe(stage, MICRO, loss_fn=nn.functional.mse_loss).step(target=given[1])
 
     with (
-        sacplan.ranks(2, device="cpu"),
-        pytest.raises(sacplan.errors.TraceError, match="input_args= and output_args="),
+        sacplan.ranks(2, rank=1, device="cpu"),
+        pytest.raises(sacplan.errors.TraceError, match=r"asks stage 0 .* input_args="),
     ):
         sacplan.profile(layers(), batch(), asks)
 
