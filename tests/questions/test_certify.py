@@ -24,8 +24,8 @@ from sacplan.planning.request import Request
 from sacplan.questions.batch_sizes import Recordings
 from sacplan.questions.certificate import BatchAt
 from sacplan.questions.certify import _Runs, certify
-from sacplan.questions.lengths import Drawing, Shape
-from sacplan.questions.scaled import SizedBoth
+from sacplan.questions.lengths import Drawing, Shape, read_lengths
+from sacplan.questions.scaled import SizedStep
 from tests.support.devices import memory_with_room
 from tests.zoo.language_models import LM, cross_entropy
 
@@ -60,7 +60,7 @@ def measured(lengths: list[int], plan: sacplan.Plan | None = None, **between: An
 
     def batches() -> Iterator[torch.Tensor]:
         for tokens in loader:
-            shapes.append(Shape(*tokens.shape))
+            shapes.append(tuple(tokens.shape))
             yield tokens
 
     plans = () if plan is None else [plan]
@@ -78,7 +78,7 @@ def test_the_peak_of_a_whole_run_is_that_of_a_real_loop(n_steps: int) -> None:
     (row,) = found.rows
     assert row.allocated_bytes == peak
     step = row.allocated_at.step
-    assert row.allocated_at == BatchAt(step, *shapes[step])
+    assert row.allocated_at == BatchAt(step, shapes[step])
     assert found.fits
     assert found.breaks_at is None
     assert not found.plans
@@ -89,7 +89,7 @@ def test_the_peak_of_a_whole_run_is_that_of_a_real_loop(n_steps: int) -> None:
 def test_a_run_with_evaluations_and_accumulation(evaluation_batch: int) -> None:
     """One in which a step of training takes the most, and one in which an evaluation does."""
     lengths, between = drawn(4 * 61), [96] * 50
-    evaluated = Drawing(tuple(between), evaluation_batch, seed=None).shapes()
+    evaluated = Drawing(read_lengths(between, None), evaluation_batch, seed=None).shapes()
     evaluations = 10, [functools.partial(make_batch, *shape) for shape in evaluated]
     peak, shapes = measured(lengths, accumulation=2, evaluations=evaluations)
     found = certify(
@@ -103,8 +103,8 @@ def test_a_run_with_evaluations_and_accumulation(evaluation_batch: int) -> None:
     # The loop holds the loss of the step before, a float, during an evaluation. A recorded step ends without it.
     assert row.allocated_bytes == peak - 4 * at.evaluation
     if at.evaluation:
-        step = max((19, 39, 59), key=lambda i: shapes[i].seq)  # its batch is still there
-        assert at == BatchAt(step, 24, 96, True)
+        step = max((19, 39, 59), key=lambda i: shapes[i][1])  # its batch is still there
+        assert at == BatchAt(step, (24, 96), True)
         assert f"allocated from evaluation after batch {step} (24 x 96) on" in str(found)
 
 
@@ -126,10 +126,11 @@ def test_what_to_do_if_a_run_does_not_fit() -> None:
     short, long = found.plans
     assert not short.plan.decisions
     assert long.plan.decisions
-    assert short.longest < long.longest
-    assert found.plan_for(short.longest) == short.plan
-    assert found.plan_for(short.longest + 1) == long.plan == found.plan
-    assert found.plan_for(long.longest + 1) is None
+    (shorter,), (longer,) = short.sizes, long.sizes
+    assert shorter < longer
+    assert found.plan_for(shorter) == short.plan
+    assert found.plan_for(shorter + 1) == long.plan == found.plan
+    assert found.plan_for(longer + 1) is None
     # A real loop with the plan for the longest batch.
     assert measured(lengths, found.plan)[0] == one.allocated_bytes
     # The largest batch fits, and one more does not.
@@ -144,10 +145,10 @@ def test_what_to_do_if_a_run_does_not_fit() -> None:
 def test_the_allocator_is_played_as_on_recordings_of_each_batch() -> None:
     net = LM(layers=1, dim=64, heads=2, vocab=1024)
     lengths = [256, 64, 192, 64, 128, 256, 192, 128, 64, 256, 32, 224]
-    drawing = Drawing(tuple(lengths), None, tokens=1024)
+    drawing = Drawing(read_lengths(lengths, None), None, tokens=1024)
     shapes = drawing.shapes()
-    assert all(shape.batch * shape.seq <= 1024 for shape in shapes)
-    assert sum(shape.batch for shape in shapes) == len(lengths)
+    assert all(n * seq <= 1024 for n, seq in shapes)
+    assert sum(n for n, _ in shapes) == len(lengths)
     recorded = {
         shape: sacplan.profile(net, make_batch(*shape), cross_entropy, ADAMW, device="h100")
         for shape in set(shapes)
@@ -167,7 +168,7 @@ def test_the_allocator_is_played_as_on_recordings_of_each_batch() -> None:
         assert (row.reserved_bytes, row.allocated_bytes) == (max(reserved), max(allocated))
         for at, peaks in ((row.reserved_at, reserved), (row.allocated_at, allocated)):
             index = peaks.index(max(peaks))
-            assert at == BatchAt(index, *shapes[index])
+            assert at == BatchAt(index, shapes[index])
         assert row.fits
         assert row.retries == 0
     # A GPU with a page less: the first batch that needs that page.
@@ -176,7 +177,7 @@ def test_the_allocator_is_played_as_on_recordings_of_each_batch() -> None:
     spec = dataclasses.replace(resolve_device("h100"), memory_bytes=memory_bytes)
     tight = certify(net, make_batch, lengths, spec, **how)
     index = reserved.index(max(reserved))
-    assert tight.rows[1].breaks_at == BatchAt(index, *shapes[index])
+    assert tight.rows[1].breaks_at == BatchAt(index, shapes[index])
 
 
 def test_the_allocator_is_played_with_evaluations_and_accumulation() -> None:
@@ -215,8 +216,8 @@ def test_the_allocator_is_played_with_evaluations_and_accumulation() -> None:
 @pytest.mark.usefixtures("no_cublas_workspaces")
 def test_the_largest_size_is_that_of_playing_every_size() -> None:
     net = LM(layers=1, dim=64, heads=2, vocab=1024)
-    drawing, spec = Drawing(tuple(drawn(48)), 8), resolve_device("h100")
-    steps = SizedBoth(Recordings(net, make_batch, spec, {"loss_fn": cross_entropy}).at, 8, 96)
+    drawing, spec = Drawing(read_lengths(drawn(48), None), 8), resolve_device("h100")
+    steps = SizedStep(Recordings(net, make_batch, spec, {"loss_fn": cross_entropy}).at, drawing.shapes())
 
     def runs(n: int, room_bytes: int) -> _Runs:
         here = drawing.of_size(n)
@@ -248,7 +249,7 @@ def test_a_step_of_any_shape_equals_its_recording(shape: tuple[int, int], net: L
         recordings.append((n, seq))
         return sacplan.profile(net, make_batch(n, seq), cross_entropy, ADAMW, device="cpu")
 
-    computed, recorded = SizedBoth(record, 4, 64).at(*shape), record(*shape)
+    computed, recorded = SizedStep(record, [(4, 64), (4, 1), shape]).at(*shape), record(*shape)
     assert computed.recorded.storage_bytes == recorded.recorded.storage_bytes
     assert computed.peak_bytes == recorded.peak_bytes
     assert (recordings.count(shape) == 1) == (
@@ -257,14 +258,14 @@ def test_a_step_of_any_shape_equals_its_recording(shape: tuple[int, int], net: L
 
 
 def test_batches_are_those_of_the_rules() -> None:
-    lengths = (5, 9, 2, 7, 3)
+    lengths = read_lengths([5, 9, 2, 7, 3], None)
     assert Drawing(lengths, 2, seed=None).shapes() == [(2, 9), (2, 7), (1, 3)]
     assert Drawing(lengths, 2, seed=None, drop_last=True).shapes() == [(2, 9), (2, 7)]
     assert Drawing(lengths, 2, seed=None, pad_to_multiple_of=8).shapes() == [(2, 16), (2, 8), (1, 8)]
     assert Drawing(lengths, 2, seed=None, pack=10).shapes() == [(2, 10), (1, 10)]
     assert Drawing(lengths, None, tokens=18, seed=None).shapes() == [(2, 9), (2, 7), (1, 3)]
     assert len(Drawing(lengths, 2, epochs=3).shapes()) == 9
-    assert Drawing((4,) * 6, 3, seed=1).shapes() == [(3, 4)] * 2
+    assert Drawing(((4,),) * 6, 3, seed=1).shapes() == [(3, 4)] * 2
 
 
 def test_a_data_loader_is_read_for_its_shapes() -> None:
