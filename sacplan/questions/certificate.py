@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -38,15 +37,15 @@ class BatchAt(NamedTuple):
         return f"{where}batch {self.step:,} ({' x '.join(f'{n:,}' for n in self.shape)})"
 
 
-class SizePlan(NamedTuple):
-    """A plan, and the largest sizes that it is for: the longest sequence, or such as height and width."""
+class ShapePlan(NamedTuple):
+    """A plan, and the batches that it is for: those that are nowhere larger than one of these shapes."""
 
-    sizes: tuple[int, ...]
+    shapes: tuple[Shape, ...]
     plan: Plan
 
-    def holds(self, sizes: Sequence[int]) -> bool:
-        """Whether the plan is for samples of these sizes."""
-        return all(map(operator.le, sizes, self.sizes))
+    def holds(self, shape: Shape) -> bool:
+        """Whether the plan is for a batch of this shape."""
+        return any(all(map(operator.le, shape, one)) for one in self.shapes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +129,7 @@ class Certificate:
             process has, and with the other one.
         largest: If the run does not fit as it is: the largest batch, or budget of tokens, with which it does; 0 if none
             does. None if it fits, and with a ``DataLoader``.
-        plans: If the run does not fit as it is: plans with which it does, by the largest sizes that each is for.
+        plans: If the run does not fit as it is: plans with which it does, the cheapest first, and the batches of each.
             Empty if it fits, or no plan is enough.
     """
 
@@ -142,7 +141,7 @@ class Certificate:
     tokens: int | None
     rows: tuple[WholeRun, ...]
     largest: int | None
-    plans: tuple[SizePlan, ...]
+    plans: tuple[ShapePlan, ...]
 
     @property
     def fits(self) -> bool:
@@ -159,9 +158,9 @@ class Certificate:
         """The plan for the longest batches; None if the run needs none, or none is enough."""
         return self.plans[-1].plan if self.plans else None
 
-    def plan_for(self, *sizes: int) -> Plan | None:
-        """Return the plan for batches of these sizes; None if the run has no plans, or no batch is so large."""
-        return next((one.plan for one in self.plans if one.holds(sizes)), None)
+    def plan_for(self, *shape: int) -> Plan | None:
+        """Return the plan for a batch of so many samples of these sizes; None if there is none for one so large."""
+        return next((one.plan for one in self.plans if one.holds(shape)), None)
 
     @property
     def advice(self) -> tuple[str, ...]:

@@ -26,13 +26,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import itemgetter
 from typing import Any
 
+import msgspec
 import torch
 
 from sacplan.core.arguments import checked
@@ -47,7 +48,7 @@ from sacplan.planning.plan import Plan
 from sacplan.planning.request import Request
 from sacplan.profiling.profile import Profile
 from sacplan.questions.batch_sizes import Recordings
-from sacplan.questions.certificate import BatchAt, Certificate, Setting, SizePlan, WholeRun
+from sacplan.questions.certificate import BatchAt, Certificate, Setting, ShapePlan, WholeRun
 from sacplan.questions.largest import largest
 from sacplan.questions.lengths import Drawing, Shape, read_shapes, shape_of_batch
 from sacplan.questions.scaled import SizedStep
@@ -126,14 +127,14 @@ def certify(
             and batch of the step before are still there. Outputs are not collected.
         evaluation_batch: Samples in a batch of these. Default: as in training.
         evaluate_every: Steps of the optimizer from one evaluation to the next.
-        buckets: If the run needs a plan: how many plans there may be, each for a range of lengths, or of pixels.
+        buckets: If the run needs a plan: how many plans there may be, each for a range of sizes.
         techniques: As for ``sacplan.plan``.
 
     Figures of shapes that were not recorded are computed, as for ``fit``. They are exact, except that kernels may pad
     lengths, that their workspaces need not be linear in the size, and that a model may run other ops at one size, as
-    vision transformers do where no position is interpolated. Where strides do not divide heights and widths, each shape
-    is recorded, which takes seconds; with ``pad_to_multiple_of`` few are. Not played: what lies outside of the
-    allocator.
+    vision transformers do without interpolated positions. One more recording checks that. Where strides do not divide
+    heights and widths, and with convolutions on a CPU, each shape is recorded, which takes seconds. Not played: what
+    lies outside of the allocator.
 
     Raises:
         PlanError: A length is below 1 or above ``longest``, or there is none; neither or both of ``batch`` and
@@ -202,9 +203,8 @@ class _Step:
     cost: tuple[float, int, int]
 
 
-def _extent(shape: Shape) -> int:
-    """Return the tokens or pixels of a sample in a batch."""
-    return math.prod(shape[1:])
+def _is_inside(shape: Shape, other: Shape) -> bool:
+    return shape != other and all(map(operator.le, shape, other))
 
 
 @dataclass(frozen=True)
@@ -247,12 +247,12 @@ class _Runs:
             self._known[key] = _Step(changes_of(program), found.peak_bytes, cost)
         return self._known[key]
 
-    def _of(self, plans: Sequence[SizePlan] = ()) -> Callable[[BatchAt], _Step]:
+    def _of(self, plans: Sequence[ShapePlan] = ()) -> Callable[[BatchAt], _Step]:
         """Return a function of a batch: the step with the first of the plans that is for its sizes."""
 
         @functools.cache
         def step(shape: Shape, evaluation: bool) -> _Step:
-            plan = next((one.plan for one in plans if one.holds(shape[1:]) and not evaluation), None)
+            plan = next((one.plan for one in plans if one.holds(shape) and not evaluation), None)
             return self._step(shape, plan, evaluation=evaluation)
 
         return lambda at: step(*at[1:])
@@ -296,7 +296,7 @@ class _Runs:
                 breaks_at, needs = at, error.needs
                 break
             took = max(peaks.max_memory_allocated, run.between_bytes), peaks.max_memory_reserved
-            most = [max(one, (n, at), key=itemgetter(0)) for one, n in zip(most, took, strict=True)]
+            most = [max(one, (n, at), key=operator.itemgetter(0)) for one, n in zip(most, took, strict=True)]
             needs = most[reserves][0]
             if breaks_at is None and needs > room:
                 breaks_at = at
@@ -311,7 +311,7 @@ class _Runs:
             left_share=left if reserves and breaks_at is None else None,
         )  # fmt: skip
 
-    def _rows(self, way: str, plans: Sequence[SizePlan] = ()) -> list[WholeRun]:
+    def _rows(self, way: str, plans: Sequence[ShapePlan] = ()) -> list[WholeRun]:
         """Return the run with some plans, by setting of the allocator."""
         begins(f"playing {len(self.shapes)} steps: {way}")
         steps, played = self._of(plans), [*self._schedule(self.shapes)]
@@ -343,35 +343,40 @@ class _Runs:
     def _largest_of(self, shapes: Sequence[Shape]) -> Shape:
         return max(shapes, key=lambda shape: (self._step(shape, None).peak_bytes, shape))
 
-    def _edges(self, buckets: int, budget_bytes: int) -> list[int]:
-        """Return the most tokens or pixels of a sample in each bucket.
+    def _extent(self, shape: Shape) -> int:
+        """Return how much the sizes of a batch take: the peak of as many samples as there are in the largest."""
+        return self._step((max(n for n, *_ in self._distinct), *shape[1:]), None).peak_bytes
 
-        The first bucket needs no plan, the others have as many steps each.
-        """
-        too_long = [_extent(s) for s in self._distinct if self._step(s, None).peak_bytes > budget_bytes]
-        lengths = sorted(map(_extent, self.shapes))
+    def _edges(self, buckets: int, budget_bytes: int) -> list[int]:
+        """Return the largest extent in each bucket: the first needs no plan, the others have as many steps each."""
+        too_long = [self._extent(s) for s in self._distinct if self._step(s, None).peak_bytes > budget_bytes]
+        lengths = sorted(map(self._extent, self.shapes))
         first = bisect_left(lengths, min(too_long, default=lengths[-1] + 1))
         n = buckets - (first > 0)
         ends = [first, *(first + -(-(len(lengths) - first) * k // n) for k in range(1, n + 1))]
         return sorted({lengths[end - 1] for end in ends if end})
 
-    def _plans(self, buckets: int) -> list[SizePlan] | None:
+    def _plans(self, buckets: int) -> list[ShapePlan] | None:
         """Return plans with which the run fits; None if there are none."""
         begins("planning")
 
-        def made(budget_bytes: int) -> list[SizePlan]:
-            edges = self._edges(buckets, budget_bytes) if buckets > 1 else [max(map(_extent, self.shapes))]
+        def made(budget_bytes: int) -> list[ShapePlan]:
+            edges = (
+                self._edges(buckets, budget_bytes) if buckets > 1 else [max(map(self._extent, self.shapes))]
+            )
             below, found = 0, []
             for edge in edges:
-                inside = [one for one in self._distinct if below < _extent(one) <= edge]
-                whole = tuple(map(max, zip(*inside, strict=True)))
-                # Of several plans ``apply`` knows each by the batch that it was made for: one as large as all of these.
-                shape = whole if buckets > 1 else self._largest_of(inside)
-                found.append(SizePlan(whole[1:], self._plan(shape, budget_bytes)))
+                inside = [one for one in self._distinct if below < self._extent(one) <= edge]
+                shapes = tuple(one for one in inside if not any(_is_inside(one, other) for other in inside))
+                plan = self._plan(self._largest_of(inside), budget_bytes)
+                # ``apply`` chooses by the calls that a plan was made for.
+                calls = (call for one in shapes for call in self.steps.at(*one).fingerprint.calls)
+                fingerprint = msgspec.structs.replace(plan.fingerprint, calls=tuple(dict.fromkeys(calls)))
+                found.append(ShapePlan(shapes, msgspec.structs.replace(plan, fingerprint=fingerprint)))
                 below = edge
             return found
 
-        def takes(plans: list[SizePlan]) -> tuple[int, int]:
+        def takes(plans: list[ShapePlan]) -> tuple[int, int]:
             run = self._played(self.shapes, self._of(plans), self._settings[0], whole=False)
             return max(one.plan.peak_bytes for one in plans), run.needs
 

@@ -24,10 +24,12 @@ import functools
 import itertools
 import json
 import math
+import operator
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,6 +38,7 @@ import torch
 
 from sacplan.core.decisions import Decision
 from sacplan.core.derived import derived
+from sacplan.core.fingerprint import Fingerprint
 from sacplan.core.liveness import bytes_at_ops
 from sacplan.core.program import Event, Op, Program, Tensor
 from sacplan.device.devices import DeviceSpec
@@ -89,7 +92,8 @@ class Sized:
                 _op(x, y, line, tensors, self.profiles[0].spec) for x, y in zip(a.ops, b.ops, strict=True)
             ),
         )
-        return dataclasses.replace(self.profiles[0], recorded=program, source=None)
+        fingerprint = _fingerprint(*(one.fingerprint for one in self.profiles), line)
+        return dataclasses.replace(self.profiles[0], recorded=program, fingerprint=fingerprint, source=None)
 
     def _line(self, n: int) -> Callable[[float, float], float]:
         (first, second), exact = self.sizes, (n - self.sizes[0])
@@ -139,6 +143,9 @@ _MULTIPLE = 128
 """Kernels pad lengths, at most to this. Between two padded lengths the line would be bent."""
 
 
+_BENT = 0.001
+"""Largest share of a peak by which a computed step may miss the recorded one: kernels may pad lengths."""
+
 _KEPT = 64
 """Lines that are kept: their ends would be computed again for each shape on them."""
 
@@ -149,8 +156,9 @@ class SizedStep:
 
     Numbers of a program are linear in each of these while the others stay as they are: height x width patches, or
     samples x tokens rows. So the step is recorded at two values of each, in all combinations, and computed along one
-    after the other. If the recordings do not run the same ops, each shape is recorded itself. So is a shape to which
-    lines lead that give a dimension a fraction, as where a convolution halves an odd height.
+    after the other. Each shape is recorded itself if the recordings do not run the same ops, or if one more of them
+    has another peak than is computed, as with convolutions on a CPU, which choose their kernels by the size. So is a
+    shape to which lines lead that give a dimension a fraction, as where a convolution halves an odd height.
 
     Attributes:
         record: Records the step on a batch of so many samples of these sizes.
@@ -175,7 +183,8 @@ class SizedStep:
         if shape in self._recorded or min(shape[1:]) < 2:
             return self.recorded(*shape)
         batches = shape[:1] if shape[0] in (1, *self._values[0]) else self._values[0]
-        if not self._runs_alike(batches) or self._alone.intersection(enumerate(shape)):
+        alone = self._alone.intersection(enumerate(shape))
+        if alone or not self._runs_alike(batches) or not self._is_straight:
             return self.recorded(*shape)
         return self._along(shape, len(shape) - 1) or self.recorded(*shape)
 
@@ -199,6 +208,16 @@ class SizedStep:
     def _runs_alike(self, batches: tuple[int, ...]) -> bool:
         """Whether the same ops run on so many samples of all sizes that are recorded."""
         return self._same_ops(*itertools.product(batches, *self._values[1:]))
+
+    @cached_property
+    def _is_straight(self) -> bool:
+        """Whether the largest step that has to be computed has the peak of its recording, nearly."""
+        for shape in sorted(map(tuple, self.shapes), key=math.prod, reverse=True):
+            corner = all(map(operator.contains, self._values, shape))
+            computed = None if corner or shape[0] == 1 else self._along(shape, len(shape) - 1)
+            if computed is not None:
+                return abs(computed.peak_bytes / self.recorded(*shape).peak_bytes - 1) <= _BENT
+        return True
 
     def _same_ops(self, first: tuple[int, ...], *others: tuple[int, ...]) -> bool:
         one = self.recorded(*first)
@@ -291,6 +310,19 @@ def _shape(program: Program) -> Sequence[object]:
         [_INTEGER.sub("0", op.arguments) for op in program.ops],
         [scope.fqn for scope in program.scopes],
     )
+
+
+def _fingerprint(x: Fingerprint, y: Fingerprint, line: Callable[[float, float], float]) -> Fingerprint:
+    def between(one: Any, other: Any) -> Any:
+        if isinstance(one, tuple):
+            return tuple(map(between, one, other))
+        return round(line(one, other)) if isinstance(one, int) else one
+
+    calls = (
+        msgspec.structs.replace(one, tensors=between(one.tensors, other.tensors))
+        for one, other in zip(x.calls, y.calls, strict=True)
+    )
+    return msgspec.structs.replace(x, batch=between(x.batch, y.batch), calls=tuple(calls))
 
 
 def _in_any_order(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

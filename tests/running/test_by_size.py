@@ -33,7 +33,7 @@ def plans() -> list[sacplan.Plan]:
     how = {"loss_fn": cross_entropy, "optimizer": torch.optim.AdamW, "batch": BATCH, "seed": None}
     whole = certify(model(), make_batch, lengths, "cpu", **how).rows[0].allocated_bytes
     found = certify(model(), make_batch, lengths, "cpu", budget=f"{int(0.8 * whole)}B", buckets=2, **how)
-    assert [one.sizes for one in found.plans] == [(SHORT,), (LONG,)]
+    assert [one.shapes for one in found.plans] == [((BATCH, SHORT),), ((BATCH, LONG),)]
     return [one.plan for one in found.plans]
 
 
