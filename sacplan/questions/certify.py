@@ -95,8 +95,8 @@ def certify(
         print(found)
 
     The run is played on the rules of torch's allocator, from the first step on, with its default settings and with
-    expandable segments. The loop is taken to hold the batch and the loss of a step until the next ones are there, and
-    to drop gradients between two steps, as most do.
+    expandable segments. The loop is taken to hold the batch of a step until the next one is there, and to drop
+    gradients between two steps, as most do. The loss of the step before, a single number, is not counted.
 
     Args:
         model, device, loss_fn, optimizer: As for ``sacplan.profile``.

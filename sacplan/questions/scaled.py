@@ -92,7 +92,7 @@ class Sized:
                 _op(x, y, line, tensors, self.profiles[0].spec) for x, y in zip(a.ops, b.ops, strict=True)
             ),
         )
-        fingerprint = _fingerprint(*(one.fingerprint for one in self.profiles), line)
+        fingerprint = _fingerprint(self.profiles[0].fingerprint, self.profiles[1].fingerprint, line)
         return dataclasses.replace(self.profiles[0], recorded=program, fingerprint=fingerprint, source=None)
 
     def _line(self, n: int) -> Callable[[float, float], float]:

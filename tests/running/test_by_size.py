@@ -123,7 +123,7 @@ def test_several_plans_cannot_be_compiled(plans: list[sacplan.Plan]) -> None:
 
 
 def test_what_is_no_plan_is_refused(plans: list[sacplan.Plan]) -> None:
-    with pytest.raises(PlanError, match="was given no plan"):
+    with pytest.raises(PlanError, match="no plan was given"):
         sacplan.apply(model(), [])
     with pytest.raises(PlanError, match="plan"):
         sacplan.apply(model(), [plans[0], 3])  # type: ignore[list-item]
