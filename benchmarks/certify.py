@@ -41,8 +41,8 @@ from benchmarks.models import hf_models
 from benchmarks.models.cases import fused_adamw
 from sacplan.device.devices import resolve_device
 from sacplan.questions.batch_sizes import Recordings
-from sacplan.questions.lengths import Drawing, Shape
-from sacplan.questions.scaled import SizedBoth
+from sacplan.questions.lengths import Drawing, Shape, read_lengths
+from sacplan.questions.scaled import SizedStep
 
 STEPS, BATCH, LONGEST, BUCKETS = 300, 4, 64, 3
 MODELS = ("gpt2", "llama", "gemma2", "bert", "t5")
@@ -110,12 +110,13 @@ def drawing_of(name: str) -> Drawing:
     """Return the samples of a run and the rules of its loader."""
     data = DATA[name]
     rules = {"batch": BATCH} | data.rules
-    lengths = data.lengths(np.random.default_rng(list(DATA).index(name)), 2 * STEPS * BATCH)
+    rng = np.random.default_rng(list(DATA).index(name))
+    lengths = read_lengths(data.lengths(rng, 2 * STEPS * BATCH), None)
 
     def steps(n: int) -> int:
-        return len(Drawing(tuple(lengths[:n]), **rules).shapes()) if n >= BATCH else 0
+        return len(Drawing(lengths[:n], **rules).shapes()) if n >= BATCH else 0
 
-    return Drawing(tuple(lengths[: bisect_left(range(len(lengths)), STEPS, key=steps)]), **rules)
+    return Drawing(lengths[: bisect_left(range(len(lengths)), STEPS, key=steps)], **rules)
 
 
 def made(name: str) -> tuple[torch.nn.Module, Callable[[int, int], Any]]:
@@ -149,7 +150,7 @@ def _checkpointed(name: str) -> Callable[[Shape], int]:
     """Return what checkpointing every layer recomputes in a step of a shape."""
     model, make_batch = made(name)
     recordings = Recordings(model, make_batch, resolve_device("cpu"), {"optimizer": fused_adamw})
-    steps = SizedBoth(recordings.at, BATCH, LONGEST)
+    steps = SizedStep(recordings.at, [(1, 1), (BATCH, LONGEST)])
     full = sacplan.policy("full", profile=steps.recorded(BATCH, LONGEST)).decisions
     return functools.cache(lambda shape: steps.at(*shape).with_plan(full).footprint.recompute_flops)
 
@@ -160,7 +161,7 @@ def row_of(data: str, name: str) -> Row:
     shapes = drawing.shapes()
     model, make_batch = made(name)
     rules = {"batch": BATCH} | DATA[data].rules
-    largest = make_batch(*max(shapes, key=lambda shape: (shape.batch * shape.seq, shape.seq)))
+    largest = make_batch(*max(shapes, key=lambda shape: (math.prod(shape), shape[1])))
     profile = sacplan.profile(model, largest, optimizer=fused_adamw, device="cpu")
     budget = sacplan.policy("full", profile=profile).peak_bytes
     found = sacplan.certify(
@@ -171,7 +172,7 @@ def row_of(data: str, name: str) -> Row:
     peaks, planned = (_peaks(name, shapes, plans) for plans in ((), [plan for _, plan in found.plans]))
     return {
         "case": f"{data}, {name}", "data": data, "model": name, "steps": len(shapes), "shapes": len(set(shapes)),
-        "median": median(s.seq for s in shapes), "longest": max(s.seq for s in shapes),
+        "median": median(seq for _, seq in shapes), "longest": max(seq for _, seq in shapes),
         "predicted": plain.allocated_bytes, "measured": max(peaks), "budget": budget, "plans": len(found.plans),
         "planned_predicted": last.allocated_bytes, "planned_measured": max(planned),
         "over": sum(peak > budget for peak in planned), "one": one.recompute_flops / plain.run_flops,

@@ -37,7 +37,7 @@ from .profiling.profile import Profile
 from .profiling.tracing import profile
 from .questions.batch_sizes import CapacityPoint
 from .questions.capacity import Capacity, max_batch, throughput
-from .questions.certificate import BatchAt, Certificate, LengthPlan, WholeRun
+from .questions.certificate import BatchAt, Certificate, ShapePlan, WholeRun
 from .questions.certify import certify
 from .questions.fit import fit
 from .questions.frontier import frontier
@@ -77,7 +77,6 @@ __all__ = [
     "KernelRates",
     "Layout",
     "Layouts",
-    "LengthPlan",
     "MemTracker",
     "Milp",
     "ModuleInfo",
@@ -94,6 +93,7 @@ __all__ = [
     "SacMilpResult",
     "SacplanError",
     "SacplanWarning",
+    "ShapePlan",
     "Strategies",
     "Strategy",
     "Uniform",

@@ -103,7 +103,7 @@ def certify(
         **target_facts(loaded),
         **facts_of(found, _FACTS),
         "rows": [row.figures() for row in found.rows],
-        "plans": [{"longest": longest, "plan": plan_facts(plan)} for longest, plan in found.plans],
+        "plans": [{"shapes": shapes, "plan": plan_facts(plan)} for shapes, plan in found.plans],
     }
     notes = [note for path in written for note in saved("plan", path)]
     if output is not None and not written:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, ClassVar
 
@@ -28,10 +28,10 @@ from sacplan.core.places import StepDifference
 from sacplan.core.setup import Setup, optimizer_name, warn_of
 from sacplan.device.devices import resolve_device
 from sacplan.errors import DeviceError, PlanError, SacplanWarning
-from sacplan.planning.plan import Plan
+from sacplan.planning.plan import Plan, PlanOrPath
 from sacplan.record.state import kept_by
 from sacplan.record.step import Step, check_model, default_loss, inner_optimizer
-from sacplan.running.apply import Handle, put_on
+from sacplan.running.apply import Handle, opened_plans, put_on_all
 from sacplan.running.measure import CUDA_ROUND_BYTES, bytes_alive, drop_cublas_workspaces
 from sacplan.torch_compat.allocations import allocation_events, profiler_is_on
 from sacplan.torch_compat.host_memory import device_of
@@ -43,14 +43,24 @@ _BEGIN, _END = "sacplan: a step begins", "sacplan: a step ends"
 
 
 class PlannedTraining:
-    """A plan that is applied to a model from ``_put_on`` to ``_take_off``. A trainer's callback calls these."""
+    """Plans that are applied to a model from ``_put_on`` to ``_take_off``. A trainer's callback calls these.
+
+    Attributes:
+        plans: as ``apply`` takes them; ``plan`` is that with the largest peak, which no step should exceed.
+    """
 
     _hint: ClassVar[str]
 
     def __init__(
-        self, plan: Plan, *, check: bool = True, watch_steps: int = 2, tolerance: float = 0.05
+        self,
+        plan: PlanOrPath | Sequence[PlanOrPath],
+        *,
+        check: bool = True,
+        watch_steps: int = 2,
+        tolerance: float = 0.05,
     ) -> None:
-        self.plan = plan
+        self.plans = opened_plans(plan)
+        plan = self.plan = max(self.plans, key=lambda one: one.peak_bytes)
         self._check = check
         self._watch_steps = watch_steps
         self._tolerance = tolerance
@@ -72,7 +82,7 @@ class PlannedTraining:
     def _put_on(self, model: torch.nn.Module, *, batches: int = 1) -> None:
         """Apply the plan, and watch the first steps. Each of the ``batches`` of a step is measured on its own."""
         check_model(model)
-        self._handle = put_on(model, self.plan, check=self._check, watched=True)
+        self._handle = put_on_all(model, self.plans, check=self._check)
         warn_of(self.plan.fingerprint.setup.model_differences(Setup.of(model)), stacklevel=4)
         self._to_compare = model
         # A new watch for each run: one that has stopped does not start again.

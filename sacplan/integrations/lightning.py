@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from sacplan.core.model_calls import Shapes, shapes_of
 from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec
 from sacplan.errors import PlanError, TraceError
 from sacplan.integrations._watch import PlannedTraining
-from sacplan.planning.plan import Plan
+from sacplan.planning.plan import Plan, PlanOrPath
 from sacplan.profiling.profile import Profile
 from sacplan.profiling.tracing import Runtime, Trace, profile
 from sacplan.record.compiled import CompileModules
@@ -54,7 +54,8 @@ class PlanCallback(PlannedTraining, pl.Callback):
     compiled again, with the plan.
 
     Args:
-        plan: made for the module that is fitted, such as from :func:`profile_trainer`.
+        plan: made for the module that is fitted, such as from :func:`profile_trainer`; or several, as
+            ``sacplan.apply`` takes them.
         submodule: name of the submodule that the plan was made for; the whole module by default.
         check: as in ``sacplan.apply``.
         watch_steps: how many optimizer steps to measure. ``SacplanWarning`` if one takes more than ``tolerance``
@@ -74,7 +75,7 @@ class PlanCallback(PlannedTraining, pl.Callback):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PlanOrPath | Sequence[PlanOrPath],
         submodule: str = "",
         *,
         check: bool = True,
@@ -83,7 +84,7 @@ class PlanCallback(PlannedTraining, pl.Callback):
     ) -> None:
         super().__init__(plan, check=check, watch_steps=watch_steps, tolerance=tolerance)
         self.submodule = submodule
-        self._sizes = ShapeWatch(plan, ())
+        self._sizes = ShapeWatch(self.plan, ())
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Apply the plan."""
@@ -92,7 +93,7 @@ class PlanCallback(PlannedTraining, pl.Callback):
         # Lightning calls back for each batch and not for each optimizer step, so a step is several
         # measurements.
         self._put_on(self._planned(pl_module), batches=trainer.accumulate_grad_batches)
-        self._sizes = ShapeWatch(self.plan, _planned_batches(self.plan))
+        self._sizes = ShapeWatch(self.plan, *map(_planned_batches, self.plans))
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Start to measure."""

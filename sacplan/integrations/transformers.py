@@ -64,7 +64,8 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
     unless the profile was recorded with that.
 
     Args:
-        plan: made for this trainer's model, such as from :func:`profile_trainer`.
+        plan: made for this trainer's model, such as from :func:`profile_trainer`; or several, as ``sacplan.apply``
+            takes them, such as ``[plan for _, plan in found.plans]`` of ``certify``.
         check: as in ``sacplan.apply``.
         watch_steps: how many optimizer steps to measure. ``SacplanWarning`` if one takes more than ``tolerance``
             over the predicted peak, or more than the budget. The cost is negligible on CUDA; on a CPU these steps
@@ -87,13 +88,15 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
         """Apply the plan."""
         assert model is not None
         self._take_off()  # a run that raised has left the plan on
-        why = why_uncompiled(self.plan.decisions) if args.torch_compile else ""
+        decisions = tuple(decision for one in self.plans for decision in one.decisions)
+        why = why_uncompiled(decisions) if args.torch_compile else ""
         if why:
             raise PlanError(f"the Trainer compiles its model (torch_compile=True). {why}")
         if _checkpoints(args) and not self.plan.fingerprint.setup.checkpointed:
             _stop_checkpointing(model)
         check_model(model)
-        _check_sharded(model, self.plan)
+        for one in self.plans:
+            _check_sharded(model, one)
         # ``model`` is the one inside of the wrappers: the Trainer's ``CallbackHandler`` passes
         # ``trainer.model``.
         self._put_on(model)

@@ -274,7 +274,7 @@ def batches_of(make_batch: Callable[..., Any] | DataLoader[Any]) -> Callable[...
     return make_batch
 
 
-def check_batches_differ(sizes: tuple[int, int], made: tuple[Fingerprint, Fingerprint]) -> None:
+def check_batches_differ(sizes: tuple[object, object], made: tuple[Fingerprint, Fingerprint]) -> None:
     """Raise ``PlanError`` if the batches of two sizes have the same shapes."""
     if made[0].batch == made[1].batch:
         shapes = ", ".join(str(shape) for _, shape, _ in made[0].batch)

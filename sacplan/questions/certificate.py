@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -9,6 +10,7 @@ from sacplan.core.budget import format_bytes
 from sacplan.core.sections import Section
 from sacplan.planning.limits import EXPANDABLE_SEGMENTS
 from sacplan.planning.plan import Plan
+from sacplan.questions.lengths import Shape
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,25 +24,28 @@ class BatchAt(NamedTuple):
 
     Attributes:
         step: How many batches came before it; of an evaluation, the batch after which it runs.
-        batch, seq: Its samples, and the tokens of each.
+        shape: Its samples, and the sizes of each: tokens, or such as height and width.
         evaluation: Whether it is one of an evaluation.
     """
 
     step: int
-    batch: int
-    seq: int
+    shape: Shape
     evaluation: bool = False
 
     def __str__(self) -> str:
         where = "evaluation after " if self.evaluation else ""
-        return f"{where}batch {self.step:,} ({self.batch} x {self.seq:,})"
+        return f"{where}batch {self.step:,} ({' x '.join(f'{n:,}' for n in self.shape)})"
 
 
-class LengthPlan(NamedTuple):
-    """A plan, and the longest sequence that it is for."""
+class ShapePlan(NamedTuple):
+    """A plan, and the batches that it is for: those that are nowhere larger than one of these shapes."""
 
-    longest: int
+    shapes: tuple[Shape, ...]
     plan: Plan
+
+    def holds(self, shape: Shape) -> bool:
+        """Whether the plan is for a batch of this shape."""
+        return any(all(map(operator.le, shape, one)) for one in self.shapes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +62,9 @@ class WholeRun:
         breaks_at: The batch at which memory runs out; None if it never does. With the default settings that is where
             torch finds no room even after it has given cached segments back, and the run ends there. Otherwise it is
             the first batch over the limit.
+        left_share: Share of the device's memory that the run never reserves, rounded down; None if it does not fit, or
+            the device is not the limit. So much an inference engine may have that stays on the device beside the
+            trainer, as vLLM's ``gpu_memory_utilization``.
         retries: How often torch gives cached segments back, with the default settings. The run goes on, but each time
             costs a synchronization and new segments.
         run_ms, added_ms: Predicted time of all steps, evaluations included, and what the plans add to it.
@@ -65,7 +73,7 @@ class WholeRun:
 
     shown: ClassVar = (
         "way", "allocator", "reserved_bytes", "reserved_at", "allocated_bytes", "allocated_at", "fits", "breaks_at",
-        "retries", "run_ms", "added_ms", "run_flops", "recompute_flops",
+        "retries", "left_share", "run_ms", "added_ms", "run_flops", "recompute_flops",
     )  # fmt: skip
 
     way: str = "as it is"
@@ -77,6 +85,7 @@ class WholeRun:
     reserved_bytes: int | None
     reserved_at: BatchAt | None
     breaks_at: BatchAt | None
+    left_share: float | None = None
     retries: int = 0
     run_ms: float = 0.0
     added_ms: float = 0.0
@@ -120,7 +129,7 @@ class Certificate:
             process has, and with the other one.
         largest: If the run does not fit as it is: the largest batch, or budget of tokens, with which it does; 0 if none
             does. None if it fits, and with a ``DataLoader``.
-        plans: If the run does not fit as it is: plans with which it does, by the longest sequence that each is for.
+        plans: If the run does not fit as it is: plans with which it does, the cheapest first, and the batches of each.
             Empty if it fits, or no plan is enough.
     """
 
@@ -132,7 +141,7 @@ class Certificate:
     tokens: int | None
     rows: tuple[WholeRun, ...]
     largest: int | None
-    plans: tuple[LengthPlan, ...]
+    plans: tuple[ShapePlan, ...]
 
     @property
     def fits(self) -> bool:
@@ -149,9 +158,9 @@ class Certificate:
         """The plan for the longest batches; None if the run needs none, or none is enough."""
         return self.plans[-1].plan if self.plans else None
 
-    def plan_for(self, seq: int) -> Plan | None:
-        """Return the plan for batches of a length; None if the run has no plans, or no batch is so long."""
-        return next((one.plan for one in self.plans if seq <= one.longest), None)
+    def plan_for(self, *shape: int) -> Plan | None:
+        """Return the plan for a batch of so many samples of these sizes; None if there is none for one so large."""
+        return next((one.plan for one in self.plans if one.holds(shape)), None)
 
     @property
     def advice(self) -> tuple[str, ...]:

@@ -1,12 +1,14 @@
 """``certify``: whether every batch of a run fits a device, and not only the largest one.
 
-    print(sacplan.certify(model, make_batch, lengths, "rtx-4090", batch=8))
+    print(sacplan.certify(model, make_batch, lengths, "rtx-4090", batch=8))  # tokens of each sample
+    print(sacplan.certify(model, make_batch, sizes, "rtx-4090", batch=8))  # height and width of each
 
 A step can fit, and the run still run out of memory: the allocator reserves segments for the shapes that came first, and
 batches of other shapes leave holes in them. So the whole run is played, from the start of the process:
 
 1. *Draw.* The batches that the loader makes of the samples, as shapes in their order (``lengths.py``).
-2. *Record.* The step at two batch sizes and two lengths, from which that of any shape follows (``SizedBoth``).
+2. *Record.* The step at two batch sizes and two values of each size, from which that of any shape follows
+   (``SizedStep``).
 3. *Play.* Each step goes through the allocator, with what the steps before it have left there
    (``device_memory.TrainingRun``). Steps of one shape share one list of allocations, so that a step takes milliseconds.
    No step is left out: what the allocator does depends on all steps before. A play ends early only where memory has
@@ -15,21 +17,23 @@ batches of other shapes leave holes in them. So the whole run is played, from th
 4. *Plan.* If the run does not fit, its largest batch is planned for, and the run is played again with the plan. If the
    allocator then reserves too much, the budget is lowered by the excess (``limits.within``).
 
-With ``buckets``, batches have one plan of several, each made for the longest batch of its range of lengths, so that
-short batches recompute less, or nothing.
+With ``buckets``, batches have one plan of several, each made for the largest batch of its range of sizes, so that small
+batches recompute less, or nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import itemgetter
 from typing import Any
 
+import msgspec
 import torch
 
 from sacplan.core.arguments import checked
@@ -44,10 +48,10 @@ from sacplan.planning.plan import Plan
 from sacplan.planning.request import Request
 from sacplan.profiling.profile import Profile
 from sacplan.questions.batch_sizes import Recordings
-from sacplan.questions.certificate import BatchAt, Certificate, LengthPlan, Setting, WholeRun
+from sacplan.questions.certificate import BatchAt, Certificate, Setting, ShapePlan, WholeRun
 from sacplan.questions.largest import largest
-from sacplan.questions.lengths import Drawing, Shape, read_shapes
-from sacplan.questions.scaled import SizedBoth
+from sacplan.questions.lengths import Drawing, Shape, read_shapes, shape_of_batch
+from sacplan.questions.scaled import SizedStep
 from sacplan.record.longest import is_loader
 from sacplan.record.step import LossFn, check_accumulation, loss_or_default
 from sacplan.techniques.registry import TECHNIQUES, resolve_techniques
@@ -60,7 +64,7 @@ _UNLIMITED = {"expandable": allocators.ExpandableAllocator, "none": allocators.N
 @checked(PlanError, "model", "make_batch", "lengths", "evaluation", "optimizer", "budget", "headroom")
 def certify(
     model: torch.nn.Module,
-    make_batch: Callable[[int, int], Any],
+    make_batch: Callable[..., Any],
     lengths: Any,
     device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
     loss_fn: LossFn | None = None,
@@ -76,6 +80,7 @@ def certify(
     epochs: int = 1,
     drop_last: bool = False,
     longest: int | None = None,
+    shape_of: Callable[[Any], Sequence[int]] = shape_of_batch,
     accumulation_steps: int = 1,
     evaluation: Any = None,
     evaluation_batch: int | None = None,
@@ -90,37 +95,46 @@ def certify(
         print(found)
 
     The run is played on the rules of torch's allocator, from the first step on, with its default settings and with
-    expandable segments. The loop is taken to hold the batch and the loss of a step until the next ones are there, and
-    to drop gradients between two steps, as most do.
+    expandable segments. The loop is taken to hold the batch of a step until the next one is there, and to drop
+    gradients between two steps, as most do. The loss of the step before, a single number, is not counted.
 
     Args:
         model, device, loss_fn, optimizer: As for ``sacplan.profile``.
         make_batch: ``make_batch(n, seq)`` returns a batch of n samples of ``seq`` tokens each, with masks and labels.
-        lengths: Tokens in each sample: a sequence, an array, a tensor, or a mapping of lengths to counts. Or a
-            ``DataLoader``, which is iterated: of its batches only the shapes are kept.
+            With several sizes it gets them all, such as ``make_batch(n, height, width)``.
+        lengths: Tokens in each sample: a sequence, an array, a tensor, or a mapping of lengths to counts. Or several
+            sizes of each, samples x sizes: height and width of images, or tokens, height and width, to the largest
+            of which batches are padded. Or a ``DataLoader``, which is iterated: of its batches only the shapes are
+            kept.
         budget, headroom: Limit for the peak of each step, as for ``max_batch``. Without either, what the allocator
             reserves has to fit the device.
         batch: Samples in a batch.
         tokens: Instead, the most tokens in a batch, padding included: it takes samples until the next one would be
-            too much.
+            too much. Of images, pixels.
         pad_to_multiple_of: Batches are padded to their longest sample, rounded up to a multiple of this.
         pack: Instead of padding, samples are put one behind the other and cut into rows of so many tokens.
         seed: Samples come in the order of ``DataLoader(..., shuffle=True, generator=...)`` with a generator of this
             seed; None: in their own order.
         epochs: How often all samples come.
         drop_last: As for ``DataLoader``.
-        longest: How many tokens the model has positions for, if it has a limit.
+        longest: How many tokens the model has positions for, if it has a limit. The first size is that of tokens.
+        shape_of: Returns of a batch of a ``DataLoader`` its samples and sizes, what ``make_batch`` makes it of. By
+            default those of its tensors that are samples x tokens, and samples x channels x height x width. For images
+            whose patches lie one behind the other: ``lambda b: (*b["input_ids"].shape, len(b["pixel_values"]))``.
         accumulation_steps: As for ``profile``; batches are micro-batches. The optimizer steps after the last one, too.
         evaluation: Tokens in each sample of an evaluation, or a ``DataLoader``, as for ``lengths``. Batches are made by
             the same rules, in order. They run through ``loss_fn`` in eval mode, without gradients, while gradients
             and batch of the step before are still there. Outputs are not collected.
         evaluation_batch: Samples in a batch of these. Default: as in training.
         evaluate_every: Steps of the optimizer from one evaluation to the next.
-        buckets: If the run needs a plan: how many plans there may be, each for a range of lengths.
+        buckets: If the run needs a plan: how many plans there may be, each for a range of sizes.
         techniques: As for ``sacplan.plan``.
 
     Figures of shapes that were not recorded are computed, as for ``fit``. They are exact, except that kernels may pad
-    lengths, and that their workspaces need not be linear in the size. Not played: what lies outside of the allocator.
+    lengths, that their workspaces need not be linear in the size, and that a model may run other ops at one size, as
+    vision transformers do without interpolated positions. One more recording checks that. Where strides do not divide
+    heights and widths, and with convolutions on a CPU, each shape is recorded, which takes seconds. Not played: what
+    lies outside of the allocator.
 
     Raises:
         PlanError: A length is below 1 or above ``longest``, or there is none; neither or both of ``batch`` and
@@ -153,19 +167,19 @@ def certify(
     rules = {
         "batch": batch, "tokens": tokens, "pad_to_multiple_of": pad_to_multiple_of, "pack": pack, "seed": seed,
     }  # fmt: skip
-    shapes, drawing = read_shapes(lengths, longest, epochs, **rules, drop_last=drop_last)
+    shapes, drawing = read_shapes(lengths, longest, epochs, shape_of, **rules, drop_last=drop_last)
     between: list[Shape] = []
     if evaluation is not None:
         own = {} if evaluation_batch is None else {"batch": evaluation_batch, "tokens": None}
         rules = own if is_loader(evaluation) else {**rules, "seed": None, **own}
-        between, _ = read_shapes(evaluation, longest, 1, **rules)
+        between, _ = read_shapes(evaluation, longest, 1, shape_of, **rules)
     spec = resolve_device(device)
     limit = limit_of_device(budget, headroom, spec)
     how = {"loss_fn": loss_fn, "optimizer": optimizer, "accumulation_steps": accumulation_steps}
     loss = loss_or_default(loss_fn, "inference")
     inference = {"mode": "inference", "loss_fn": lambda model, batch: loss(model.eval(), batch)}
     steps, evaluations = (
-        SizedBoth(Recordings(model, make_batch, spec, options).at, *map(max, zip(*all_of, strict=True)))
+        SizedStep(Recordings(model, make_batch, spec, options).at, set(all_of))
         for all_of, options in ((shapes, how), (between or shapes, inference))
     )
     return _Runs(
@@ -189,6 +203,10 @@ class _Step:
     cost: tuple[float, int, int]
 
 
+def _is_inside(shape: Shape, other: Shape) -> bool:
+    return shape != other and all(map(operator.le, shape, other))
+
+
 @dataclass(frozen=True)
 class _Runs:
     """The runs of one model that are compared.
@@ -200,7 +218,7 @@ class _Runs:
     """
 
     model: str
-    steps: SizedBoth
+    steps: SizedStep
     room: Room
     shapes: Sequence[Shape]
     drawing: Drawing | None
@@ -208,7 +226,7 @@ class _Runs:
     accumulation: int = 1
     every: int = 1
     between: Sequence[Shape] = ()
-    evaluations: SizedBoth | None = None
+    evaluations: SizedStep | None = None
     _known: dict[tuple[Any, ...], _Step] = field(default_factory=dict)
 
     @property
@@ -229,13 +247,13 @@ class _Runs:
             self._known[key] = _Step(changes_of(program), found.peak_bytes, cost)
         return self._known[key]
 
-    def _of(self, plans: Sequence[LengthPlan] = ()) -> Callable[[BatchAt], _Step]:
-        """Return a function of a batch: the step with the first of the plans that is for its length."""
+    def _of(self, plans: Sequence[ShapePlan] = ()) -> Callable[[BatchAt], _Step]:
+        """Return a function of a batch: the step with the first of the plans that is for its sizes."""
 
         @functools.cache
-        def step(batch: int, seq: int, evaluation: bool) -> _Step:
-            plan = next((one.plan for one in plans if seq <= one.longest and not evaluation), None)
-            return self._step(Shape(batch, seq), plan, evaluation=evaluation)
+        def step(shape: Shape, evaluation: bool) -> _Step:
+            plan = next((one.plan for one in plans if one.holds(shape) and not evaluation), None)
+            return self._step(shape, plan, evaluation=evaluation)
 
         return lambda at: step(*at[1:])
 
@@ -246,9 +264,9 @@ class _Runs:
     def _schedule(self, shapes: Sequence[Shape]) -> Iterator[BatchAt]:
         """Yield the batches of training and those of the evaluations, in order."""
         for index, shape in enumerate(shapes):
-            yield BatchAt(index, *shape)
+            yield BatchAt(index, shape)
             if self._updates(index, len(shapes)) and (index // self.accumulation + 1) % self.every == 0:
-                yield from (BatchAt(index, *one, True) for one in self.between)
+                yield from (BatchAt(index, one, True) for one in self.between)
 
     # --- one run
 
@@ -264,7 +282,7 @@ class _Runs:
         allocator = allocators.CachingAllocator(room) if setting == "default" else _UNLIMITED[setting]()
         run = TrainingRun(allocator)
         # Allocated and reserved bytes, each with the first step that has them.
-        most = [(0, BatchAt(0, *shapes[0]))] * 2
+        most = [(0, BatchAt(0, shapes[0]))] * 2
         breaks_at, needs = None, 0
         for at in self._schedule(shapes):
             changes = steps(at).changes
@@ -278,7 +296,7 @@ class _Runs:
                 breaks_at, needs = at, error.needs
                 break
             took = max(peaks.max_memory_allocated, run.between_bytes), peaks.max_memory_reserved
-            most = [max(one, (n, at), key=itemgetter(0)) for one, n in zip(most, took, strict=True)]
+            most = [max(one, (n, at), key=operator.itemgetter(0)) for one, n in zip(most, took, strict=True)]
             needs = most[reserves][0]
             if breaks_at is None and needs > room:
                 breaks_at = at
@@ -286,12 +304,14 @@ class _Runs:
                     break
         allocated, reserved = most
         reserved_bytes, reserved_at = reserved if reserves else (None, None)
+        left = math.floor(100 * (room - needs) / (room + sum(one.n_bytes for one in self.room.outside))) / 100
         return WholeRun(
             allocator=setting, limit_bytes=room, needs=needs, allocated_bytes=allocated[0], allocated_at=allocated[1],
             reserved_bytes=reserved_bytes, reserved_at=reserved_at, breaks_at=breaks_at, retries=allocator.retries,
+            left_share=left if reserves and breaks_at is None else None,
         )  # fmt: skip
 
-    def _rows(self, way: str, plans: Sequence[LengthPlan] = ()) -> list[WholeRun]:
+    def _rows(self, way: str, plans: Sequence[ShapePlan] = ()) -> list[WholeRun]:
         """Return the run with some plans, by setting of the allocator."""
         begins(f"playing {len(self.shapes)} steps: {way}")
         steps, played = self._of(plans), [*self._schedule(self.shapes)]
@@ -308,7 +328,7 @@ class _Runs:
 
     @cached_property
     def _distinct(self) -> list[Shape]:
-        return sorted(set(self.shapes), key=lambda shape: (shape.seq, shape.batch))
+        return sorted(set(self.shapes), key=lambda shape: (shape[1:], shape[0]))
 
     def _plan(self, shape: Shape, budget_bytes: int) -> Plan:
         """Return the plan for a shape within a budget; if none is, that with the smallest peak."""
@@ -323,33 +343,40 @@ class _Runs:
     def _largest_of(self, shapes: Sequence[Shape]) -> Shape:
         return max(shapes, key=lambda shape: (self._step(shape, None).peak_bytes, shape))
 
+    def _extent(self, shape: Shape) -> int:
+        """Return how much the sizes of a batch take: the peak of as many samples as there are in the largest."""
+        return self._step((max(n for n, *_ in self._distinct), *shape[1:]), None).peak_bytes
+
     def _edges(self, buckets: int, budget_bytes: int) -> list[int]:
-        """Return the longest length of each bucket: the first needs no plan, the others have as many steps each."""
-        too_long = [s.seq for s in self._distinct if self._step(s, None).peak_bytes > budget_bytes]
-        lengths = sorted(shape.seq for shape in self.shapes)
+        """Return the largest extent in each bucket: the first needs no plan, the others have as many steps each."""
+        too_long = [self._extent(s) for s in self._distinct if self._step(s, None).peak_bytes > budget_bytes]
+        lengths = sorted(map(self._extent, self.shapes))
         first = bisect_left(lengths, min(too_long, default=lengths[-1] + 1))
         n = buckets - (first > 0)
         ends = [first, *(first + -(-(len(lengths) - first) * k // n) for k in range(1, n + 1))]
         return sorted({lengths[end - 1] for end in ends if end})
 
-    def _plans(self, buckets: int) -> list[LengthPlan] | None:
+    def _plans(self, buckets: int) -> list[ShapePlan] | None:
         """Return plans with which the run fits; None if there are none."""
         begins("planning")
 
-        def made(budget_bytes: int) -> list[LengthPlan]:
-            edges = self._edges(buckets, budget_bytes) if buckets > 1 else [self._distinct[-1].seq]
+        def made(budget_bytes: int) -> list[ShapePlan]:
+            edges = (
+                self._edges(buckets, budget_bytes) if buckets > 1 else [max(map(self._extent, self.shapes))]
+            )
             below, found = 0, []
             for edge in edges:
-                inside = [one for one in self._distinct if below < one.seq <= edge]
-                shape = self._largest_of(inside)
-                # Of several plans ``apply`` knows each by the batch that it was made for: one as large as all of these.
-                if buckets > 1:
-                    shape = Shape(max(one.batch for one in inside), edge)
-                found.append(LengthPlan(edge, self._plan(shape, budget_bytes)))
+                inside = [one for one in self._distinct if below < self._extent(one) <= edge]
+                shapes = tuple(one for one in inside if not any(_is_inside(one, other) for other in inside))
+                plan = self._plan(self._largest_of(inside), budget_bytes)
+                # ``apply`` chooses by the calls that a plan was made for.
+                calls = (call for one in shapes for call in self.steps.at(*one).fingerprint.calls)
+                fingerprint = msgspec.structs.replace(plan.fingerprint, calls=tuple(dict.fromkeys(calls)))
+                found.append(ShapePlan(shapes, msgspec.structs.replace(plan, fingerprint=fingerprint)))
                 below = edge
             return found
 
-        def takes(plans: list[LengthPlan]) -> tuple[int, int]:
+        def takes(plans: list[ShapePlan]) -> tuple[int, int]:
             run = self._played(self.shapes, self._of(plans), self._settings[0], whole=False)
             return max(one.plan.peak_bytes for one in plans), run.needs
 
@@ -363,12 +390,12 @@ class _Runs:
         begins("the largest size that fits")
         smallest, unit = 1, 1
         if drawing.tokens is not None:
-            smallest, unit = drawing.longest, max(1, drawing.tokens // _TOKEN_STEPS)
+            smallest, unit = drawing.largest, max(1, drawing.tokens // _TOKEN_STEPS)
 
         def look(n: int) -> None:
             shapes = drawing.of_size(smallest + (n - 1) * unit).shapes()
             # Runs of small batches are long: none is played whose largest step is too much by itself.
-            needs = self._step(max(shapes, key=lambda s: (s.batch * s.seq, s.seq)), None).peak_bytes
+            needs = self._step(max(shapes, key=lambda s: (math.prod(s), s[1:])), None).peak_bytes
             if needs <= self.room.n_bytes:
                 needs = self._played(shapes, self._of(), self._settings[0], whole=False).needs
             excess[n] = needs - self.room.n_bytes

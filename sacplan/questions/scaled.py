@@ -24,10 +24,12 @@ import functools
 import itertools
 import json
 import math
+import operator
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -36,6 +38,7 @@ import torch
 
 from sacplan.core.decisions import Decision
 from sacplan.core.derived import derived
+from sacplan.core.fingerprint import Fingerprint
 from sacplan.core.liveness import bytes_at_ops
 from sacplan.core.program import Event, Op, Program, Tensor
 from sacplan.device.devices import DeviceSpec
@@ -48,7 +51,7 @@ from sacplan.questions.batch_sizes import check_batches_differ
 _INTEGER = re.compile(r"(?<![\w.\"])-?\d+(?![\w.\"])")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sized:
     """A step at any size.
 
@@ -70,6 +73,13 @@ class Sized:
             self._made[n] = self._computed(n)
         return self._made[n]
 
+    @cached_property
+    def whole_each(self) -> int:
+        """At every multiple of this from the first size on, all dimensions are whole numbers."""
+        (first, second), (a, b) = self.sizes, (one.recorded.tensors for one in self.profiles)
+        slopes = {j - i for x, y in zip(a, b, strict=True) for i, j in zip(x.shape, y.shape, strict=True)}
+        return abs(second - first) // math.gcd(second - first, *slopes)
+
     def _computed(self, n: int) -> Profile:
         a, b = (one.recorded for one in self.profiles)
         line = self._line(n)
@@ -82,7 +92,8 @@ class Sized:
                 _op(x, y, line, tensors, self.profiles[0].spec) for x, y in zip(a.ops, b.ops, strict=True)
             ),
         )
-        return dataclasses.replace(self.profiles[0], recorded=program, source=None)
+        fingerprint = _fingerprint(self.profiles[0].fingerprint, self.profiles[1].fingerprint, line)
+        return dataclasses.replace(self.profiles[0], recorded=program, fingerprint=fingerprint, source=None)
 
     def _line(self, n: int) -> Callable[[float, float], float]:
         (first, second), exact = self.sizes, (n - self.sizes[0])
@@ -132,87 +143,115 @@ _MULTIPLE = 128
 """Kernels pad lengths, at most to this. Between two padded lengths the line would be bent."""
 
 
-@dataclass(frozen=True)
-class SizedBoth:
-    """A step at any number of samples and of tokens in each, from recordings at two of either.
+_BENT = 0.001
+"""Largest share of a peak by which a computed step may miss the recorded one: kernels may pad lengths."""
 
-    Numbers of a program are linear in both: the lines in the batch size at two lengths give two programs, and the line
-    between these is that in the length. If the recordings do not run the same ops, each size is recorded itself.
+_KEPT = 64
+"""Lines that are kept: their ends would be computed again for each shape on them."""
+
+
+@dataclass(frozen=True)
+class SizedStep:
+    """A step on batches of any shape: of samples and of one size or several, such as height and width.
+
+    Numbers of a program are linear in each of these while the others stay as they are: height x width patches, or
+    samples x tokens rows. So the step is recorded at two values of each, in all combinations, and computed along one
+    after the other. Each shape is recorded itself if the recordings do not run the same ops, or if one more of them
+    has another peak than is computed, as with convolutions on a CPU, which choose their kernels by the size. So is a
+    shape to which lines lead that give a dimension a fraction, as where a convolution halves an odd height.
 
     Attributes:
-        record: Records the step at a number of samples and of tokens.
-        batch, seq: The sizes that most is asked about.
+        record: Records the step on a batch of so many samples of these sizes.
+        shapes: Those that are asked about, or some of them: the smallest and largest value of each size. All are taken
+            to be multiples of what divides these.
     """
 
-    record: Callable[[int, int], Profile]
-    batch: int
-    seq: int
-    _recorded: dict[tuple[int, int], Profile] = field(default_factory=dict)
+    record: Callable[..., Profile]
+    shapes: Iterable[Sequence[int]]
+    _recorded: dict[tuple[int, ...], Profile] = field(default_factory=dict)
+    _alone: set[tuple[int, int]] = field(default_factory=set)  # index and size where other ops run
 
-    def recorded(self, batch: int, seq: int) -> Profile:
-        """Return the step as it is recorded at a size. Recordings are kept."""
-        if (batch, seq) not in self._recorded:
-            self._recorded[batch, seq] = self.record(batch, seq)
-        return self._recorded[batch, seq]
+    def recorded(self, *shape: int) -> Profile:
+        """Return the step as it is recorded at a shape. Recordings are kept."""
+        if shape not in self._recorded:
+            self._recorded[shape] = self.record(*shape)
+        return self._recorded[shape]
 
-    def at(self, batch: int, seq: int) -> Profile:
-        """Return the step at a size: the recording if there is one, otherwise a computed one, which is not kept."""
+    def at(self, *shape: int) -> Profile:
+        """Return the step at a shape: the recording if there is one, otherwise a computed one."""
         # A size of 1 is special: such dimensions broadcast.
-        if (batch, seq) in self._recorded or seq < 2 or (seq == self.seq and self._longest_differs):
-            return self.recorded(batch, seq)
-        line = self._line(batch)
-        return self.recorded(batch, seq) if line is None else line._computed(seq)
-
-    @property
-    def _batches(self) -> tuple[int, int]:
-        first = max(2, self.batch)
-        return first, first + 2
+        if shape in self._recorded or min(shape[1:]) < 2:
+            return self.recorded(*shape)
+        batches = shape[:1] if shape[0] in (1, *self._values[0]) else self._values[0]
+        alone = self._alone.intersection(enumerate(shape))
+        if alone or not self._runs_alike(batches) or not self._is_straight:
+            return self.recorded(*shape)
+        return self._along(shape, len(shape) - 1) or self.recorded(*shape)
 
     @cached_property
-    def _longest_differs(self) -> bool:
-        """Whether the longest sequence alone runs other ops, as with a table of positions that is sliced.
-
-        At its full length, which is where samples are cut, torch records an alias of the table in place of a slice.
-        """
-        seqs = _two_lengths(self.seq)
-        return seqs[0] == self.seq and self._over_lengths(self._batches[0], seqs) is None
-
-    @property
-    def _seqs(self) -> tuple[int, int]:
-        return _two_lengths(self.seq - self._longest_differs)
+    def _values(self) -> list[tuple[int, ...]]:
+        """The values of each size that are recorded: two, or one if there is no other."""
+        sizes = [sorted(set(values)) for values in zip(*self.shapes, strict=True)]
+        most = sizes[0][-1]
+        found = [(max(2, most), max(2, most) + 2), *map(_two, sizes[1:])]
+        firsts = (most, *(values[0] for values in found[1:]))
+        for i, values in enumerate(found[1:], 1):
+            pair = [(*firsts[:i], n, *firsts[i + 1 :]) for n in values]
+            # The longest sequence alone may run other ops, as with a table of positions that is sliced: at its full
+            # length, which is where samples are cut, torch records an alias of the table in place of a slice.
+            if values[0] == sizes[i][-1] and not self._same_ops(*pair):
+                found[i] = _two(sizes[i][:-1])
+                self._alone.add((i, values[0]))
+        return found
 
     @derived
-    def _line(self, batch: int) -> Sized | None:
-        """Return the step at any length, with so many samples; None if not all sizes run the same ops."""
-        if batch in (1, *self._batches):
-            return self._over_lengths(batch, self._seqs)
-        if not self._is_plane:
-            return None
-        first, second = (self._over_batches(seq)._computed(batch) for seq in self._seqs)
-        return Sized(self._seqs, (first, second))
-
-    def _over_lengths(self, batch: int, seqs: tuple[int, int]) -> Sized | None:
-        return sized(seqs, (self.recorded(batch, seqs[0]), self.recorded(batch, seqs[1])))
-
-    def _over_batches(self, seq: int) -> Sized:
-        one, other = self._batches
-        return Sized(self._batches, (self.recorded(one, seq), self.recorded(other, seq)))
+    def _runs_alike(self, batches: tuple[int, ...]) -> bool:
+        """Whether the same ops run on so many samples of all sizes that are recorded."""
+        return self._same_ops(*itertools.product(batches, *self._values[1:]))
 
     @cached_property
-    def _is_plane(self) -> bool:
-        """Whether the sizes that are recorded run the same ops."""
-        one, other = self._batches
-        pair = self.recorded(one, self._seqs[0]), self.recorded(other, self._seqs[0])
-        return (
-            all(self._line(n) is not None for n in self._batches) and sized(self._batches, pair) is not None
-        )
+    def _is_straight(self) -> bool:
+        """Whether the largest step that has to be computed has the peak of its recording, nearly."""
+        for shape in sorted(map(tuple, self.shapes), key=math.prod, reverse=True):
+            corner = all(map(operator.contains, self._values, shape))
+            computed = None if corner or shape[0] == 1 else self._along(shape, len(shape) - 1)
+            if computed is not None:
+                return abs(computed.peak_bytes / self.recorded(*shape).peak_bytes - 1) <= _BENT
+        return True
+
+    def _same_ops(self, first: tuple[int, ...], *others: tuple[int, ...]) -> bool:
+        one = self.recorded(*first)
+        return all(_same_ops((first, other), (one, self.recorded(*other))) for other in others)
+
+    def _along(self, shape: tuple[int, ...], i: int) -> Profile | None:
+        """Return the step at a shape whose sizes after the i-th are recorded ones; None if no lines lead there."""
+        if i < 0:
+            return self.recorded(*shape)
+        first = self._values[i][0]
+        if shape[i] in self._values[i] or (i == 0 and shape[0] == 1):
+            return self._along(shape, i - 1)
+        line = self._lines((*shape[:i], first, *shape[i + 1 :]), i)
+        return None if line is None or (shape[i] - first) % line.whole_each else line._computed(shape[i])
+
+    @cached_property
+    def _lines(self) -> Callable[[tuple[int, ...], int], Sized | None]:
+        return functools.lru_cache(_KEPT)(self._line)
+
+    def _line(self, shape: tuple[int, ...], i: int) -> Sized | None:
+        """Return the steps that differ in the i-th size; None if there is but one such size, or no lines lead there."""
+        ends = [self._along((*shape[:i], n, *shape[i + 1 :]), i - 1) for n in self._values[i]]
+        if len(ends) < 2 or ends[0] is None or ends[1] is None:
+            return None
+        return Sized((self._values[i][0], self._values[i][1]), (ends[0], ends[1]))
 
 
-def _two_lengths(longest: int) -> tuple[int, int]:
-    if longest < 2 * _MULTIPLE:
-        return longest, max(2, longest // 2) if longest != 2 else 3
-    whole = longest // _MULTIPLE
-    return whole * _MULTIPLE, whole // 2 * _MULTIPLE
+def _two(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return two sizes to record, the longest and about half of it, or one if there is one; sorted ones are given."""
+    longest, unit = sizes[-1], math.gcd(*sizes)
+    if longest >= 2 * math.lcm(unit, _MULTIPLE):
+        unit = math.lcm(unit, _MULTIPLE)
+    first = longest // unit * unit
+    return (longest,) if len(sizes) < 2 else (first, max(2, first // 2 // unit * unit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +283,13 @@ def sized(sizes: tuple[int, int], profiles: tuple[Profile, Profile]) -> Sized | 
     Raises:
         PlanError: The batches of the two recordings are the same.
     """
+    return Sized(sizes, profiles) if _same_ops(sizes, profiles) else None
+
+
+def _same_ops(sizes: tuple[object, object], profiles: tuple[Profile, Profile]) -> bool:
     check_batches_differ(sizes, (profiles[0].fingerprint, profiles[1].fingerprint))
-    a, b = (one.recorded for one in profiles)
-    return Sized(sizes, profiles) if _shape(a) == _shape(b) else None
+    a, b = (_shape(one.recorded) for one in profiles)
+    return a == b
 
 
 def _shape(program: Program) -> Sequence[object]:
@@ -267,6 +310,19 @@ def _shape(program: Program) -> Sequence[object]:
         [_INTEGER.sub("0", op.arguments) for op in program.ops],
         [scope.fqn for scope in program.scopes],
     )
+
+
+def _fingerprint(x: Fingerprint, y: Fingerprint, line: Callable[[float, float], float]) -> Fingerprint:
+    def between(one: Any, other: Any) -> Any:
+        if isinstance(one, tuple):
+            return tuple(map(between, one, other))
+        return round(line(one, other)) if isinstance(one, int) else one
+
+    calls = (
+        msgspec.structs.replace(one, tensors=between(one.tensors, other.tensors))
+        for one, other in zip(x.calls, y.calls, strict=True)
+    )
+    return msgspec.structs.replace(x, batch=between(x.batch, y.batch), calls=tuple(calls))
 
 
 def _in_any_order(events: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

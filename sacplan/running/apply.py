@@ -126,14 +126,10 @@ def apply(
             with larger tensors than planned for, or with gradients there that the recorded step did not have. Each
             different shape is compared once. A compiled model is not watched.
     """
-    if isinstance(plan, Sequence) and not isinstance(plan, str):
-        plans = [opened(one, Plan) for one in plan]
-        handle, plan = _put_on_all(model, plans, check), plans[-1]
-    else:
-        plan = opened(plan, Plan)
-        handle = put_on(model, plan, check=check, mesh=mesh, watched=True)
-    planned, here = plan.fingerprint.setup, Setup.of(model)
-    modes = planned.mode_differences(here) if plan.provenance.mode == "train" and model.training else ()
+    plans = opened_plans(plan)
+    handle = put_on_all(model, plans, check=check, mesh=mesh)
+    planned, here = plans[-1].fingerprint.setup, Setup.of(model)
+    modes = planned.mode_differences(here) if plans[-1].provenance.mode == "train" and model.training else ()
     warn_of((*planned.model_differences(here), *modes), stacklevel=3)
     return handle
 
@@ -177,10 +173,24 @@ def put_on(
     return Handle(installed)
 
 
-def _put_on_all(model: torch.nn.Module, plans: Sequence[Plan], check: bool) -> Handle:
-    """Apply several plans, of which each call of the model chooses one."""
-    if not plans:
-        raise PlanError("apply was given no plan. A run that fits as it is needs none.")
+def opened_plans(plan: PlanOrPath | Sequence[PlanOrPath]) -> list[Plan]:
+    """Return one plan or several as a list, loaded.
+
+    Raises:
+        PlanError: There is none.
+    """
+    several = isinstance(plan, Sequence) and not isinstance(plan, str)
+    if not (plans := [opened(one, Plan) for one in (plan if several else (plan,))]):
+        raise PlanError("no plan was given. A run that fits as it is needs none.")
+    return plans
+
+
+def put_on_all(
+    model: torch.nn.Module, plans: Sequence[Plan], *, check: bool = True, mesh: DeviceMesh | None = None
+) -> Handle:
+    """Apply a plan, or several, of which each call of the model chooses one; its calls are watched."""
+    if len(plans) == 1:
+        return put_on(model, plans[0], check=check, mesh=mesh, watched=True)
     if not all(plan.fingerprint.calls for plan in plans):
         raise PlanError("a plan does not hold the calls of the model that it was made for. Make it again.")
     if any(plan.ranks.sharding is not None for plan in plans):

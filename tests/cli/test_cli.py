@@ -462,7 +462,7 @@ def test_certify(place: Path) -> None:
     assert run("verify hf:config.json runs-2.json").exit_code == 0  # with the batch that the plan is for
     assert found["largest"] == 1
     assert [row["fits"] for row in found["rows"]] == [False, True, True]
-    assert found["plans"][-1]["longest"] == max(lengths)
+    assert found["plans"][-1]["shapes"] == [[2, max(lengths)]]
     Path("lengths.txt").write_text("9 forty")
     assert "lengths.txt cannot be read" in error_line(run("certify hf:config.json lengths.txt"))
     assert "64 positions" in error_line(run("certify hf:config.json lengths.npy --batch 2 --pack 65"))

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.flop_counter import FlopCounterMode
 
 import sacplan
 from sacplan.integrations._watch import _SCALARS_BYTES
@@ -23,6 +25,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from tests.support.slow import slow_after  # noqa: E402
+from tests.support.steps import bit_equal  # noqa: E402
 from tests.support.trainers import VOCAB, llama, short_run  # noqa: E402
 
 IGNORED, STEPS = -100, 6
@@ -92,6 +95,49 @@ def test_the_trainer_of_transformers(tmp_path: Path, accumulated: int, holds: bo
     with everything_said() as said:
         trainer.train()
     check(said, callback.peaks_bytes, plan, holds=holds)
+
+
+def test_each_step_of_a_trainer_has_the_plan_for_its_lengths(tmp_path: Path) -> None:
+    from sacplan.integrations.transformers import PlanCallback, step_arguments
+
+    def make_batch(n: int, seq: int) -> dict[str, Any]:
+        ids = torch.ones(n, seq, dtype=torch.long)
+        ids[1:, -1] = 0  # padding, as in all batches but the first
+        batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": ids != 0}
+        return {"micro_batches": (batch,), "num_items_in_batch": torch.tensor(n * seq)}
+
+    arguments = step_arguments(hf_trainer(tmp_path, texts()))
+
+    lengths = [len(one["input_ids"]) for one in texts()][: 4 * STEPS]
+    how = {name: arguments[name] for name in ("loss_fn", "optimizer")} | {"batch": 4, "seed": None}
+    whole = sacplan.certify(arguments["model"], make_batch, lengths, "cpu", **how).rows[0].allocated_bytes
+    budget = f"{int(0.85 * whole)}B"
+    found = sacplan.certify(arguments["model"], make_batch, lengths, "cpu", budget=budget, buckets=2, **how)
+    short, long = (plan for _, plan in found.plans)
+    assert not short.decisions
+    weights, flops, peaks = [], [], ()
+    # The counter is a mode of its own under which attention runs otherwise, so it has runs of its own.
+    for callback, counter in product(
+        (None, PlanCallback([short, long], watch_steps=STEPS)),
+        (contextlib.nullcontext(), FlopCounterMode(display=False)),
+    ):
+        trainer = hf_trainer(tmp_path, texts())
+        if callback is not None:
+            trainer.add_callback(callback)
+        with everything_said() as said, counter:
+            trainer.train()
+        assert not any("larger than" in one for one in said)
+        if isinstance(counter, FlopCounterMode):
+            flops.append(counter.get_total_flops())
+        else:
+            weights.append([*trainer.model.parameters()])
+            peaks = () if callback is None else callback.peaks_bytes
+    assert bit_equal(*weights)
+    assert len(peaks) == STEPS
+    assert max(peaks) == pytest.approx(found.rows[-1].allocated_bytes, abs=256)
+    assert flops[1] - flops[0] == found.rows[-1].recompute_flops > 0
+    with pytest.raises(sacplan.errors.PlanError, match="no plan was given"):
+        PlanCallback([])
 
 
 @pytest.mark.slow

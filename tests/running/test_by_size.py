@@ -33,7 +33,7 @@ def plans() -> list[sacplan.Plan]:
     how = {"loss_fn": cross_entropy, "optimizer": torch.optim.AdamW, "batch": BATCH, "seed": None}
     whole = certify(model(), make_batch, lengths, "cpu", **how).rows[0].allocated_bytes
     found = certify(model(), make_batch, lengths, "cpu", budget=f"{int(0.8 * whole)}B", buckets=2, **how)
-    assert [one.longest for one in found.plans] == [SHORT, LONG]
+    assert [one.shapes for one in found.plans] == [((BATCH, SHORT),), ((BATCH, LONG),)]
     return [one.plan for one in found.plans]
 
 
@@ -123,7 +123,7 @@ def test_several_plans_cannot_be_compiled(plans: list[sacplan.Plan]) -> None:
 
 
 def test_what_is_no_plan_is_refused(plans: list[sacplan.Plan]) -> None:
-    with pytest.raises(PlanError, match="was given no plan"):
+    with pytest.raises(PlanError, match="no plan was given"):
         sacplan.apply(model(), [])
     with pytest.raises(PlanError, match="plan"):
         sacplan.apply(model(), [plans[0], 3])  # type: ignore[list-item]
