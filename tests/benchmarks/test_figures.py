@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,8 @@ from benchmarks import (
     zoo,
 )
 from benchmarks.harness.results import GIB, RESULTS, ROOT, Row, read_results
+from benchmarks.harness.sweep import Sweep
+from benchmarks.harness.table import PageTable
 from benchmarks.models import chunk_models
 from benchmarks.models.published_ops import read_rows
 from sacplan.core.decisions import Chunk
@@ -41,8 +44,6 @@ def _rows(name: str) -> list[Row]:
     return read_results(RESULTS / f"{name}.json")[1]
 
 
-SWEEPS = (compatibility.SWEEP, hf_targets.SWEEP)
-RESULT_OF = {"gpu": "gpu_h100"}
 OFFLOAD, LONG, SWAPPING = map(_rows, ("offload", "offloaded_sequences", "swapping"))
 COMPILED, VERDICTS = map(_rows, ("compiled", "verdicts"))
 
@@ -54,35 +55,37 @@ def _modes(name: str) -> str:
 DOCS = ROOT / "docs"
 TABLES = [m.TABLE for m in (certify, compiled, compiled_budgets, gpu, offload, offloaded_sequences, swapping)]
 TABLES += [whole_models.TABLE, verdicts.TABLE]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.command)
+def test_a_page_has_the_table_of_its_benchmark(table: PageTable) -> None:
+    """If this fails, ``python -m benchmarks.NAME --table`` puts it there."""
+    name = {"gpu": "gpu_h100"}.get(table.command, table.command)
+    assert table.write(_rows(name)) in table.path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("sweep", [compatibility.SWEEP, hf_targets.SWEEP], ids=lambda sweep: sweep.file)
+def test_the_docs_have_what_a_sweep_found(sweep: Sweep[Any]) -> None:
+    assert sweep.page is not None
+    assert sweep.csv is not None
+    assert sweep.page(*sweep.read()) in (DOCS / f"{sweep.file}.md").read_text(encoding="utf-8")
+    assert sweep.csv(*sweep.read()) == sweep.csv_path.read_text(encoding="utf-8")
+
+
+def _published(write: Callable[[list[Row]], str]) -> Callable[[], str]:
+    return lambda: write(published.read_page_rows()[0])
+
+
 PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
-    **{
-        each.command: (
-            each.path,
-            lambda each=each: each.write(_rows(RESULT_OF.get(each.command, each.command))),
-        )
-        for each in TABLES
-    },  # type: ignore[misc]
-    **{
-        sweep.file: (DOCS / f"{sweep.file}.md", lambda sweep=sweep: sweep.page(*sweep.read()))
-        for sweep in SWEEPS
-    },  # type: ignore[misc]
-    **{
-        f"{sweep.file}, all": (sweep.csv_path, lambda sweep=sweep: sweep.csv(*sweep.read()))
-        for sweep in SWEEPS
-    },  # type: ignore[misc]
     "layouts": (DOCS / "which-parallelism.md", lambda: layouts.markdown(_rows("layouts"))),
     "layouts, 70B": (DOCS / "which-parallelism.md", lambda: layouts.markdown(_rows("layouts"), "70b")),
     "modes": (DOCS / "modes.md", lambda: f"{_modes('gpt2')}\n\n{_modes('resnet50')}"),
     "op memory": (DOCS / "op_memory.md", lambda: op_memory.markdown(_rows("op_memory"))),
     "published": (published.PAGE, lambda: published.page(*published.read_page_rows())),
-    "published, all": (published.CSV, lambda: published.csv_table(published.read_page_rows()[0])),
-    "published, offloading": (
-        DOCS / "offload.md",
-        lambda: published.offloading_table(published.read_page_rows()[0]),
-    ),
+    "published, all": (published.CSV, _published(published.csv_table)),
+    "published, offloading": (DOCS / "offload.md", _published(published.offloading_table)),
 }
-
-WHOLE = {"compatibility, all", "hf_targets, all", "published", "published, all"}
+WHOLE = {"published", "published, all"}
 """Those that are all of the file."""
 
 

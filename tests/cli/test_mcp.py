@@ -29,8 +29,8 @@ async def _asked(*questions: tuple[str, list[str]]) -> tuple[dict[str, str], lis
 
 
 def test_tools_answer_as_the_command_line_does() -> None:
-    tools, (devices, failed) = asyncio.run(_asked(("devices", []), ("fit", ["hf:gpt2", "--device", "h1000"])))
+    tools, (devices, failed) = asyncio.run(_asked(("devices", []), ("fit", ["hf:gpt2", "--bacth", "2"])))
     assert list(tools) == ["fit", "plan", "profile", "max-batch", "devices"]
     assert "--device" in tools["fit"]
     assert "h100" in {row["name"] for row in devices["devices"]}
-    assert "h1000" in failed["error"]["message"]
+    assert "--bacth" in failed["error"]["message"]
