@@ -128,8 +128,8 @@ class MemTracker(_Estimator):
 
     Args:
         device: whose allocator counts; by default that of ``fake_device``, else the device that is here.
-        workspaces: count what kernels allocate inside, too. PyTorch's tracker sees tensors only, which is
-            the default here; ``sacplan.profile`` always counts them.
+        workspaces: count as ``sacplan.profile`` does: also what kernels allocate inside and, on a CPU, what generators
+            and Python numbers take. PyTorch's tracker sees tensors only, which is the default here.
     """
 
     @checked(TraceError, "device")

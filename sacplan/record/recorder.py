@@ -120,10 +120,8 @@ class Recorder(Watching):
         tensors_only: bool = False,
     ) -> None:
         super().__init__()
-        on_gpu = spec.kind == "cuda" and not tensors_only
-        in_its_memory = (
-            spec.kind == "cpu" and not tensors_only
-        )  # on a GPU numbers and generators are on the host
+        # Numbers and generators are in the memory of a CPU; those of a GPU are on its host.
+        on_gpu, on_cpu = (spec.kind == kind and not tensors_only for kind in ("cuda", "cpu"))
         self._spec = spec
         self._cost = cost
         self._tensors_only = tensors_only
@@ -144,7 +142,9 @@ class Recorder(Watching):
             fail=self._fail,
             track_model=self.track_model,
         )
-        self._numbers = KeptNumbers(in_its_memory * spec.round_up(_NUMBER_BYTES), self._events, self.storages)
+        self._numbers = KeptNumbers(
+            spec.round_up(_NUMBER_BYTES) if on_cpu else 0, self._events, self.storages
+        )
         self._nodes = AutogradNodes(self._numbers)
         self._in_place = InPlaceWrites()
         self._unseen = UnseenWrites()
@@ -159,7 +159,7 @@ class Recorder(Watching):
             rules=rules,
         )
         self._streams = Streams(self._extend) if on_gpu else None
-        self._state_bytes = in_its_memory * spec.round_up(GENERATOR_STATE_BYTES)
+        self._state_bytes = spec.round_up(GENERATOR_STATE_BYTES) if on_cpu else 0
         self.storages.is_fake = active_fake_mode() is not None  # what is tracked before the step counts, too
 
     @classmethod
