@@ -66,7 +66,6 @@ _offloaded_adamw = functools.partial(CPUOffloadSizes, fused=True)
 _VIT_GIANT = functools.partial(
     Step, points=(Point(unit=GB),), device="rtx-4070-ti-super", samples=32, plan=_blocks_checkpointed
 )
-_HOST = "times are of a host with 100 GB/s of memory bandwidth, where the measured one had DDR4"
 
 
 def _vit_l() -> Built:
@@ -99,14 +98,11 @@ VISION: dict[str, Step] = {
     "ao-vith-bnb_8-bit": _VIT_H(build=lambda: _vit_h(AdamW8bitSizes)),
     "ao-vith-ao_8-bit": _VIT_H(build=lambda: _vit_h(AdamW8bitSizes)),
     "ao-vitg-none": _VIT_GIANT(build=lambda: _vit_giant(fused_adamw)),
-    "ao-vitg-offload": _VIT_GIANT(build=lambda: _vit_giant(_offloaded_adamw), other_card=_HOST),
+    "ao-vitg-offload": _VIT_GIANT(build=lambda: _vit_giant(_offloaded_adamw)),
     "ao-vitg-offload_gradients": _VIT_GIANT(
-        build=lambda: _vit_giant(functools.partial(_offloaded_adamw, offload_gradients=True)),
-        other_card=_HOST,
+        build=lambda: _vit_giant(functools.partial(_offloaded_adamw, offload_gradients=True))
     ),
-    "ao-vitg-amp_offload": _VIT_GIANT(
-        build=lambda: _vit_giant(_offloaded_adamw, autocast=True), other_card=_HOST
-    ),
+    "ao-vitg-amp_offload": _VIT_GIANT(build=lambda: _vit_giant(_offloaded_adamw, autocast=True)),
     "pt-vitl-tutorial": Step(
         build=_vit_l,
         points=(

@@ -39,10 +39,11 @@ if TYPE_CHECKING:
 GIB = 2**30
 _DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 _EFFICIENCIES = ("compute_efficiency", "sustained_share", "bandwidth_efficiency")
-_OF_MACHINE = ("inner_link", "outer_link", "ranks_per_node", "host_link", "host_memory_bytes")
+_OF_MACHINE = ("inner_link", "outer_link", "ranks_per_node", "host_link", "host_memory_bytes",
+               "host_bandwidth_bytes_per_s")  # fmt: skip
 """What a device has by the machine that it is in."""
 _POSITIVE = ("memory_bytes", "bandwidth_bytes_per_s", "sm_count", "allocation_round_bytes", "ranks_per_node",
-             "host_memory_bytes")  # fmt: skip
+             "host_memory_bytes", "host_bandwidth_bytes_per_s")  # fmt: skip
 WITHOUT_WORKSPACES = " without workspaces"
 """Suffix of a device's name, for a device whose cuBLAS workspaces do not count."""
 
@@ -108,6 +109,9 @@ class DeviceSpec:
     4.0."""
     host_memory_bytes: int = None  # type: ignore[assignment]
     """The memory of the host, as one device's share of it. If it is left out: as above, else 64 GiB."""
+    host_bandwidth_bytes_per_s: float = None  # type: ignore[assignment]
+    """What the memory of one of the host's processors moves, at which an optimizer on the host updates. If it is left
+    out: as above, else 100 GB/s."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -273,6 +277,7 @@ def _read_row(fields: Mapping[str, str]) -> _DeviceRow:
         ranks_per_node=int(fields["ranks_per_node"]),
         host_link=LINKS[fields["host_link"]],
         host_memory_bytes=int(float(fields["host_memory_gib"]) * GIB),
+        host_bandwidth_bytes_per_s=float(fields["host_memory_gb_per_s"]) * 1e9,
         source=fields["source"],
     )
     return _DeviceRow(spec, tuple(fields["aliases"].split()), fields["board"])
@@ -284,7 +289,7 @@ def _machine_of(name: str, kind: str) -> dict[str, Any]:
     if row is not None:
         return {what: getattr(row.spec, what) for what in _OF_MACHINE}
     near = LINKS["shared memory" if kind == "cpu" else "PCIe 4.0"]
-    return dict(zip(_OF_MACHINE, (near, LINKS["Ethernet 10 Gbit"], 8, near, 64 * GIB), strict=True))
+    return dict(zip(_OF_MACHINE, (near, LINKS["Ethernet 10 Gbit"], 8, near, 64 * GIB, 100e9), strict=True))
 
 
 @functools.cache
@@ -504,6 +509,7 @@ def devices() -> pd.DataFrame:
             "host_link": spec.host_link.name,
             "host_gb_per_s": spec.host_link.bandwidth_bytes_per_s / 1e9,
             "host_memory_gib": spec.host_memory_bytes / GIB,
+            "host_memory_gb_per_s": spec.host_bandwidth_bytes_per_s / 1e9,
             "source": spec.source,
         }
         for spec in (_cpu(), *(row.spec for row in _table().values()))

@@ -53,6 +53,7 @@ class DeviceFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     ranks_per_node: Positive | UnsetType = UNSET
     host_link: LinkFields | UnsetType = UNSET
     host_memory_bytes: Positive | UnsetType = UNSET
+    host_bandwidth_bytes_per_s: Rate | UnsetType = UNSET
     source: str | UnsetType = UNSET
 
 

@@ -1,8 +1,8 @@
 """How long an optimizer takes that steps on the host, and copies between host and device.
 
-All figures are assumptions: a socket's memory moves ``SOCKET_BYTES_PER_S``, which the ranks of a machine share, copies
-of pinned memory take the link that the device's row names (``DeviceSpec.host_link``), and others half of it, since the
-driver copies them into pinned memory first.
+All figures are assumptions of the device's row: the memory of a processor (``DeviceSpec.host_bandwidth_bytes_per_s``),
+which four ranks share; copies of pinned memory take the link (``host_link``), and others half of it, since the driver
+copies them into pinned memory first.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from collections.abc import Iterable
 
 from sacplan.device.devices import DeviceSpec
 
-SOCKET_BYTES_PER_S = 100e9
 
-
-def rank_step_ms(n_bytes: int) -> float:
-    """Return the milliseconds in which a rank of four on a socket moves bytes of its memory."""
-    return 1e3 * n_bytes / (SOCKET_BYTES_PER_S / 4)
+def rank_step_ms(n_bytes: int, spec: DeviceSpec) -> float:
+    """Return the milliseconds in which a rank of four that share a processor moves bytes of its memory."""
+    return 1e3 * n_bytes / (spec.host_bandwidth_bytes_per_s / 4)
 
 
 def copy_ms(n_bytes: int, waits: bool, spec: DeviceSpec) -> float:
@@ -35,6 +33,6 @@ def update_and_copy_ms(parameters: Iterable[tuple[int, int]], spec: DeviceSpec) 
     """
     updated_s = copied_s = 0.0
     for n_bytes, read_bytes in parameters:
-        updated_s += read_bytes / SOCKET_BYTES_PER_S
+        updated_s += read_bytes / spec.host_bandwidth_bytes_per_s
         copied_s = max(copied_s, updated_s) + n_bytes / spec.host_link.bandwidth_bytes_per_s
     return 1e3 * copied_s

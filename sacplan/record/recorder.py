@@ -389,7 +389,7 @@ class Recorder(Watching):
             replayable = self.storages.is_as_made(args[0], mutates)
         else:
             replayable = bool(writes) and len(made) == len(outputs) and all(s in writes for s in made_on)
-        time_ms = rank_step_ms(host_bytes) if host_bytes else figures.time_ms
+        time_ms = rank_step_ms(host_bytes, self._spec) if host_bytes else figures.time_ms
         if self._streams is not None:
             time_ms = self._streams.ran(index, call, time_ms, (*taken_on, *mutates), writes)
         op = Op(
