@@ -145,6 +145,7 @@ TORCHTITAN: dict[str, Step] = {
     "titan2412-256gpu-70B-TP8": _llama("70B", 8192, 16, 32, tp=8, unknown=AS_DEFAULT),
     "titan2412-512gpu-405B-1F1B": _405b(8192, 32, 8),
     "titan2412-512gpu-405B-Interleaved1F1B": _405b(8192, 32, 8, schedule="Interleaved1F1B"),
+    "titan2412-512gpu-405B-32768": _405b(32768, 8, 8),
     "titan2570-graphsac": _llama(
         "8B", 8192, 1, 4, tp=2, plan=None, assumed=True, missing="", samples=4096, other_card=FITTED,
         points=(Point(part=("no AC",), unit=GIB, figure="reserved_expandable"),),
