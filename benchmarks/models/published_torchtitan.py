@@ -146,9 +146,6 @@ TORCHTITAN: dict[str, Step] = {
     "titan2412-512gpu-405B-1F1B": _405b(8192, 32, 8),
     "titan2412-512gpu-405B-Interleaved1F1B": _405b(8192, 32, 8, schedule="Interleaved1F1B"),
     "titan2412-512gpu-405B-32768": _405b(32768, 8, 8),
-    "titan2412-512gpu-405B-65536-CP2": _405b(65536, 8, 4, cp=2),
-    "titan2412-512gpu-405B-131072-CP4": _405b(131072, 8, 2, cp=4),
-    "titan2412-512gpu-405B-262144-CP8": _405b(262144, 8, 1, cp=8),
     "titan2570-graphsac": _llama(
         "8B", 8192, 1, 4, tp=2, plan=None, assumed=True, missing="", samples=4096, other_card=FITTED,
         points=(Point(part=("no AC",), unit=GIB, figure="reserved_expandable"),),

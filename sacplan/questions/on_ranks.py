@@ -124,10 +124,8 @@ class RankRows:
         # No plan makes shards or an optimizer on the host smaller.
         if bare.fits or bare.over_host_bytes:
             return [bare]
-        # Where no recomputation holds the room, a long search would only say a little better by how much.
-        asked = PLAN if rank.program.liveness.floor_bytes > case.room.n_bytes else _PLAN
-        planned = case.row(asked)
-        if not planned.fits and not case.is_bound_by_optimizer(asked):
+        planned = case.row(_PLAN)
+        if not planned.fits and not case.is_bound_by_optimizer(_PLAN):
             self._bound_elsewhere.add(one.name)
         return [bare, planned]
 
