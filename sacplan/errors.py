@@ -42,12 +42,20 @@ class PlanError(SacplanError):
     """A plan, a unit or a solver option does not make sense here."""
 
 
-class GraphBreak(PlanError):
-    """``torch.compile`` broke the graph inside a unit of a plan: one of ``units``, which discard the same ops."""
+class NotInGraph(PlanError):
+    """What a plan discards is no part of a graph of ``torch.compile``.
 
-    def __init__(self, message: str, units: frozenset[str] = frozenset()) -> None:
+    Attributes:
+        units: the compiler broke the graph inside one of these units, which discard the same ops.
+        ops: names of ops in whose place the compiler traces others.
+    """
+
+    def __init__(
+        self, message: str, units: frozenset[str] = frozenset(), ops: frozenset[str] = frozenset()
+    ) -> None:
         super().__init__(message)
         self.units = units
+        self.ops = ops
 
 
 class PlanMismatch(PlanError):

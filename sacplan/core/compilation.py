@@ -24,6 +24,7 @@ class Compilation(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         backend, mode, dynamic, fullgraph, options: as for ``torch.compile``.
         recorded: whether the recorded step ran so. False for the eager step from which proposals for a plan come.
         broken: of that step, modules in which the compiler broke the graph: they are no units.
+        untraced: of that step, names of ops in whose place the compiler traces others: they are kept.
     """
 
     modules: tuple[str, ...] = ("",)
@@ -34,6 +35,7 @@ class Compilation(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     options: Mapping[str, bool | int | float | str] = {}
     recorded: bool = True
     broken: tuple[str, ...] = ()
+    untraced: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> dict[str, Any]:

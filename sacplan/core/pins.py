@@ -156,6 +156,8 @@ def resolve_pins(
     how = fingerprint.setup.compiled
     calls = frozenset(_scopes_of(program, () if how is None else how.modules))
     inside = frozenset(i for i, op in enumerate(program.ops) if op.scope in calls)
+    if how is not None:
+        kept_ops.update(i for i in inside if program.ops[i].name in how.untraced)
     found = Pins(keep, never, frozenset(kept_ops), widest_units, frozenset(named_ops), inside, calls)
     # A compiled graph runs as it was recorded: nothing of it is rewritten.
     return found.outside if how is not None and how.recorded else found

@@ -45,7 +45,7 @@ from sacplan.torch_compat.private import storage_key, strided_parts
 # ``tests/device/test_op_temporaries.py`` runs what is not run here, over PyTorch's op database.
 _NOTHING_INSIDE = aten_names("""
     arange as_strided_copy bernoulli cat clone copy_ detach_copy empty_like expand_copy fill fill_ full full_like
-    linspace native_dropout normal_ one_ ones ones_like permute_copy rand rand_like randint randn randn_like
+    linspace normal_ one_ ones ones_like permute_copy rand rand_like randint randn randn_like
     random_ slice_copy squeeze_copy stack t_copy transpose_copy uniform_ unsqueeze_copy view_copy
     zero_ zeros zeros_like
 """)

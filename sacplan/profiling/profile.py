@@ -28,7 +28,7 @@ from sacplan.device.devices import DeviceSpec
 from sacplan.device.eager import eager_ms, waits_ms
 from sacplan.device.library_workspaces import library_workspaces
 from sacplan.distributed.ranks.ranks import ONE_RANK, AnyRanks, Ranks, ranks_of
-from sacplan.errors import GraphBreak, PlanError, TraceError
+from sacplan.errors import NotInGraph, PlanError, TraceError
 from sacplan.profiling import files
 from sacplan.profiling.remarks import (
     no_optimizer,
@@ -157,31 +157,35 @@ class Profile:
         if not self.runs_compiled:
             return self
         setup: Any = self.fingerprint.setup
-        how = structs.replace(setup.compiled, recorded=False, broken=tuple(sorted(self._broken)))
+        how = structs.replace(setup.compiled, recorded=False, **self._not_in_graph)
         fingerprint = structs.replace(self.fingerprint, setup=structs.replace(setup, compiled=how))
         return dataclasses.replace(self._recorded_uncompiled, fingerprint=fingerprint)
 
     def planned_and_run(self, planned: Callable[[Profile], Any]) -> tuple[Any, Profile]:
         """Plan a compiled step as it runs uncompiled, and run it with the plan, dry.
 
-        Where the compiler breaks the graph in a unit of the plan, that is a unit no longer, and another plan is made.
+        Where the compiler breaks the graph in a unit of the plan, that is a unit no longer; an op in whose place it
+        traces others is kept. Then another plan is made.
 
         Raises:
-            GraphBreak: in a module that is no unit of the plan.
+            NotInGraph: in a module that is no unit of the plan.
         """
         while True:
             plan = planned(self.uncompiled)
             try:
                 return plan, self.run_with(plan)
-            except GraphBreak as error:
-                broken = error.units.intersection(plan.units) - self._broken
-                if not broken:
+            except NotInGraph as error:
+                found = {"broken": error.units.intersection(plan.units), "untraced": error.ops}
+                known = {
+                    which: tuple(sorted({*self._not_in_graph[which], *new})) for which, new in found.items()
+                }
+                if known == self._not_in_graph:
                     raise
-                self._broken.update(broken)
+                self._not_in_graph.update(known)
 
     @cached_property
-    def _broken(self) -> set[str]:
-        return set()
+    def _not_in_graph(self) -> dict[str, tuple[str, ...]]:
+        return {"broken": (), "untraced": ()}
 
     @cached_property
     def _recorded_uncompiled(self) -> Profile:

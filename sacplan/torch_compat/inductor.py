@@ -233,16 +233,22 @@ def follow_generators(mode: type[Any]) -> None:
     with torch_names():
         from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
-    def saving(left: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return left.generator_state(), restoring(left, None, op, *args, **kwargs)
-
-    def restoring(left: Any, _: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    def running(left: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
         # The mode alone comes back, and not what else it enters as a context manager.
         TorchDispatchMode.__enter__(left)
         try:
             return op(*args, **kwargs)
         finally:
             TorchDispatchMode.__exit__(left, None, None, None)
+
+    def saving(left: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return left.generator_state(), running(left, op, *args, **kwargs)
+
+    def restoring(left: Any, _: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        now = left.generator_state()  # the generator gets it back after the op
+        out = running(left, op, *args, **kwargs)
+        del now
+        return out
 
     run_and_save_rng_state.py_impl(mode)(saving)
     run_with_rng_state.py_impl(mode)(restoring)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import config
+from torch.nn import functional as F
 
 import sacplan
 from sacplan.errors import PlanError
@@ -339,3 +340,23 @@ def test_no_unit_of_a_plan_is_around_a_graph_break() -> None:
     assert plan.units
     assert "" not in plan.units
     assert sacplan.verify(found, x, plan, run="real").peak_bytes == plan.peak_bytes
+
+
+@pytest.mark.slow
+def test_an_op_in_whose_place_the_compiler_traces_others_stays() -> None:
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        wide = [F.interpolate(layer(x), scale_factor=2, mode="bilinear") for layer in self.children()]
+        return sum(each.sin().exp().sigmoid().sin().sum() for each in wide)
+
+    found = FromFunction(forward, first=nn.Conv2d(3, 8, 3), second=nn.Conv2d(3, 8, 3))
+    x = torch.rand(4, 3, 24, 24)
+    profile = sacplan.profile(found, x, device="cpu", compile=WHOLE)
+
+    def resampled(plan: sacplan.Plan) -> bool:
+        return any("upsample" in str(decision) for decision in plan.decisions)
+
+    assert resampled(sacplan.plan(profile.uncompiled, "smallest"))
+    plan = sacplan.plan(profile, "smallest")
+    assert plan.decisions
+    assert not resampled(plan)
+    assert sacplan.verify(found, x, plan, run="real").peak_bytes == plan.peak_bytes < profile.peak_bytes

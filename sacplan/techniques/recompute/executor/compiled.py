@@ -21,7 +21,7 @@ uses. Of these ``aten.dropout`` would shift the counts: switched off it becomes 
 without a fused kernel it becomes ``native_dropout`` instead of four ops. Batch norm has another name. All are
 counted as the eager ops that they stand for. ``matmul`` yields other views, which does not matter. Recurrent
 layers and resampling are traced as entirely different ops: a discarded call site that does not occur in the
-trace is an error; a plan is never kept in part.
+trace is an error; a plan is never kept in part. A planner that meets it keeps these ops.
 
 A unit in which the graph breaks cannot be checkpointed as part of a graph: that is an error too. A module that
 is compiled on its own inside an eager unit runs eagerly, since a dispatch mode is on: compile whole units.
@@ -29,9 +29,11 @@ is compiled on its own inside an eager unit runs eagerly, since a dispatch mode 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections import defaultdict
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -40,7 +42,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from sacplan.errors import GraphBreak, PlanError
+from sacplan.errors import NotInGraph, PlanError
 from sacplan.techniques.runtime.alignment import RecordedUnit
 from sacplan.torch_compat.ops import is_heavy, tensors_in
 from sacplan.torch_compat.private import storage_key, with_outputs
@@ -122,12 +124,8 @@ def _contexts(tags: Tags) -> Any:
     # None where no graph is being traced: it broke inside the unit.
     graph = torch._guards.TracingContext.try_get()
     if graph is None:
-        raise GraphBreak(
-            "torch.compile broke the graph inside a unit of the plan, so the plan cannot be kept there. "
-            "Compile with fullgraph=True to see where, and remove the break; or leave the unit's module "
-            "uncompiled, with torch.compiler.disable, and the plan is kept as in an eager step.",
-            frozenset(planned.fqn for planned in tags.units),
-        )
+        _broken.update(tags.units)
+        return contextlib.nullcontext(), _Broken()
     if tags.again is not None:
         raise PlanError(
             f"the plan recomputes {tags.again[0]} #{tags.again[1]} of unit {_traced_module()} more than once, but "
@@ -139,6 +137,25 @@ def _contexts(tags: Tags) -> Any:
     forward, backward = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
     forward = with_outputs(forward, policy.note_output)
     return _Checked(forward, tags, met, _traced_module()), backward
+
+
+_broken: WeakSet[TaggedForward] = WeakSet()
+"""Units in which the graph broke, in any step."""
+
+
+class _Broken(AbstractContextManager[None]):
+    """The context in which such a unit would run again; by then the forward pass has met all of them."""
+
+    def __enter__(self) -> None:
+        raise NotInGraph(
+            "torch.compile broke the graph inside a unit of the plan, so the plan cannot be kept there. "
+            "Compile with fullgraph=True to see where, and remove the break; or leave the unit's module "
+            "uncompiled, with torch.compiler.disable, and the plan is kept as in an eager step.",
+            frozenset(planned.fqn for planned in _broken),
+        )
+
+    def __exit__(self, *_: object) -> None:
+        return
 
 
 def _traced_module() -> str:
@@ -222,11 +239,12 @@ class _Checked(TorchDispatchMode):
         if missing and exc_type is None and get_proxy_mode() is not None:
             shown = ", ".join(f"{name} #{occurrence}" for name, occurrence in missing[:3])
             more = ", ..." if len(missing) > 3 else ""
-            raise PlanError(
+            raise NotInGraph(
                 f"compiled, the unit {self._where} does not run {len(missing)} of the ops that the plan "
                 f"discards in it ({shown}{more}). The plan was made for another device or batch, or "
                 "torch.compile traces other ops than an eager step runs. Make the plan for the device that "
-                "runs the step, or leave this module uncompiled, with torch.compiler.disable."
+                "runs the step, or leave this module uncompiled, with torch.compiler.disable.",
+                ops=frozenset(name for name, _ in missing),
             )
 
 
