@@ -170,8 +170,7 @@ def test_an_optimizer_on_the_host() -> None:
 
 @pytest.mark.parametrize("link_bytes_per_s", [1e8, 1e12])
 def test_the_time_of_an_optimizer_on_the_host(link_bytes_per_s: float) -> None:
-    """It reads all at the rate of the host's memory. On a slow link the first update is waited for, on a fast one the last
-    copy."""
+    """It reads all at the host's rate; on a slow link the first update is waited for, on a fast one the last copy."""
     spec = dataclasses.replace(resolve_device(GPU), host_link=Link("a link", link_bytes_per_s, 0.0))
     profile = on(spec, "adamw-offload")
     (step,) = (op for op in profile.recorded.ops if "from_host_" in op.name)
