@@ -411,6 +411,19 @@ def test_norms_of_parts_of_a_sequence_run_in_fused_kernels_on_a_gpu() -> None:
     assert names == ["aten._fused_rms_norm.default", "aten._fused_rms_norm_backward.default"]
 
 
+def test_meshes_of_earlier_ranks_are_forgotten() -> None:
+    """The pairs of tensors are the same ranks in each mesh, in groups of other names."""
+    found = []
+    for ranks, sizes in ((8, (4, 2)), (8, (2, 2, 2)), (2, (2,)), (8, (4, 2))):
+        with sacplan.ranks(ranks, device="h100"), torch.device("meta"):
+            names = ("pp", "dp", "tp")[-len(sizes) :]
+            mesh = dist.device_mesh.init_device_mesh("cuda", sizes, mesh_dim_names=names)
+            model = parallel_lm(language_model(), mesh["tp"], head=False)
+            profile = sacplan.profile(model, tokens(), loss_fn)
+        found.append((profile.peak_bytes, profile.step_ms))
+    assert len(set(found)) == 1
+
+
 def test_what_cannot_be_a_rank_is_an_error() -> None:
     with pytest.raises(PlanError, match="rank 8 of 8"), sacplan.ranks(8, rank=8):
         pass

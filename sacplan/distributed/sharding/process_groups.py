@@ -18,6 +18,7 @@ from sacplan.core.arguments import checked
 from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, device_around, resolve_device
 from sacplan.errors import PlanError
 from sacplan.torch_compat.distributed_modules import light_shards, meshes_of_cpus
+from sacplan.torch_compat.local_tensors import forget_meshes
 from sacplan.torch_compat.versions import torch_names
 
 
@@ -134,8 +135,10 @@ def pretended_ranks(n: int, rank: int = 0) -> Iterator[None]:
         with torch_names():
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
+        forget_meshes()
         dist.init_process_group("fake", rank=rank, world_size=n, store=FakeStore())
         try:
             yield
         finally:
             dist.destroy_process_group()
+            forget_meshes()
