@@ -55,6 +55,13 @@ def fully_sharded(model: nn.Module, mesh: Any, **how: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh, **how)
 
 
+def uneven(model: nn.Module, mesh: Any) -> nn.Module:
+    """Layers with 65 rows, of which two ranks have 33 and 32."""
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.up, layer.down = nn.Linear(32, 65), nn.Linear(65, 32)
+    return fully_sharded(model, mesh)
+
+
 def compiled_layers(model: nn.Module, mesh: Any) -> nn.Module:
     """As torchtitan does it: each layer is compiled by itself, and sharded."""
     for layer in model.layers:  # type: ignore[union-attr]
@@ -259,6 +266,23 @@ def test_recorded_ranks_are_the_real_ones(ranks: int, names: Sequence[str], tmp_
                 assert seen.peak_bytes == plan.peak_bytes
             plan.save(tmp_path / f"{name}.json")
     run_ranks(on_rank, (ranks, names, str(tmp_path)), ranks)
+
+
+def on_uneven_rank(rank: int, directory: str, predicted: Sequence[int]) -> None:
+    with gloo(rank, 2, directory):
+        _, called = Case(uneven).made()
+        with patient_collectives():
+            assert RankMemory(called, tokens(rank), loss_fn).peak_bytes() == predicted[rank]
+
+
+@pytest.mark.slow
+def test_of_uneven_shards_the_first_rank_has_the_most(tmp_path: Path) -> None:
+    predicted = []
+    for rank in (0, 1):
+        with sacplan.ranks(2, rank, "cpu"):
+            predicted.append(profiled(Case(uneven).made()[1], rank).peak_bytes)
+    assert predicted[0] > predicted[1]
+    run_ranks(on_uneven_rank, (str(tmp_path), predicted), 2)
 
 
 def test_one_rank_runs_as_much_again_as_each_of_two() -> None:
