@@ -139,12 +139,16 @@ class _Parts:
 
 
 @contextmanager
-def meshes_of_cpus() -> Iterator[None]:
-    """Inside, each ``DeviceMesh`` that is made is one of CPUs, as fake tensors are; fake modes do not see its ranks."""
+def on_one_rank() -> Iterator[None]:
+    """Inside, meshes and shards are made without the other ranks, and without an accelerator.
+
+    Each ``DeviceMesh`` is one of CPUs, as fake tensors are; fake modes do not see its ranks. ``fully_shard`` makes the
+    part of a parameter that it asks for, not those of all ranks; it pins none.
+    """
     from torch.distributed.device_mesh import DeviceMesh
 
     with torch_names():
-        from torch.distributed.fsdp._fully_shard import _fully_shard
+        from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 
         calls: Any = _fully_shard
         after_forward = calls._get_post_forward_mesh_info
@@ -158,19 +162,11 @@ def meshes_of_cpus() -> Iterator[None]:
     with (
         replaced(DeviceMesh, __init__=modes_off()(of_cpus), __getitem__=modes_off()(part)),
         replaced(calls, _get_post_forward_mesh_info=modes_off()(after_forward)),
+        # What was gathered ahead and never used, such as a frozen embedding, is waited for on the accelerator's stream.
+        replaced(torch.accelerator, current_stream=torch.cpu.current_stream),
+        replaced(_fsdp_param, _chunk_with_empty=_Parts),
+        replaced(torch.Tensor, pin_memory=lambda tensor, *_: tensor),
     ):
-        yield
-
-
-@contextmanager
-def light_shards() -> Iterator[None]:
-    """Inside, ``fully_shard`` makes the part of a parameter that it asks for, not those of all ranks; it pins none."""
-    with torch_names():
-        from torch.distributed.fsdp._fully_shard import _fsdp_param
-    pinned = {"pin_memory": lambda tensor, *_: tensor}
-    # What was gathered ahead and never used, such as a frozen embedding, is waited for on the accelerator's stream.
-    waiting = replaced(torch.accelerator, current_stream=torch.cpu.current_stream)
-    with waiting, replaced(_fsdp_param, _chunk_with_empty=_Parts), replaced(torch.Tensor, **pinned):
         yield
 
 

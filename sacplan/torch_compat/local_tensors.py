@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from sacplan.torch_compat.versions import torch_names
+
 DEFERRED_TYPES: set[type] = set()
 """Tensors whose ops run later: a dispatch mode that sees one answers NotImplemented, and sees the ops when they run."""
 
@@ -160,6 +162,19 @@ def _hide_sharding_propagation() -> None:
     propagator._propagate_tensor_meta_non_cached = _unseen(propagator._propagate_tensor_meta_non_cached)
     find = propagator.propagate_op_sharding_non_cached = _unseen(propagator.propagate_op_sharding_non_cached)
     propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(find)  # with a cache
+
+
+def forget_meshes() -> None:
+    """Let DTensor forget how ops are spread: answers hold a mesh, and an equal mesh would get one with other groups.
+
+    Meshes are equal if their ranks and names are, whatever the names of their groups, which may have ended.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        with torch_names():
+            from torch.distributed.tensor import debug
+
+            debug._clear_python_sharding_prop_cache()
+            debug._clear_fast_path_sharding_prop_cache()
 
 
 def _unseen(find: Callable[[Any], Any]) -> Callable[[Any], Any]:

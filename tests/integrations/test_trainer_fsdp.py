@@ -1,7 +1,8 @@
 """Trainer with ``fsdp=`` on two gloo ranks: the plan of a rank, whose peak is predicted, and the same bits.
 
-Accelerate shards on accelerators only: on a CPU it leaves ``fsdp=`` out without a word. So the test puts the plugin
-that the Trainer has made where Accelerate looks for it; all else is its own code, with its choice of modules to shard.
+Accelerate shards on accelerators only: on a CPU it leaves ``fsdp=`` and ``accelerate launch --use_fsdp`` out without a
+word (``AcceleratorState.__init__`` has no ``MULTI_CPU`` among what it shards). So the test calls gloo's ranks those of
+GPUs; all else is Accelerate's own code, with its choice of modules to shard.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,8 @@ from tests.support.steps import bit_equal
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", minversion="1.6")
 
-from tests.support.processes import needs_gloo, run_ranks  # noqa: E402
+from tests.support.processes import needs_gloo, run_python, run_ranks  # noqa: E402
+from tests.support.trainers import examples, llama, short_run  # noqa: E402
 from tests.support.trainers import trainer as trainer_in  # noqa: E402
 
 pytestmark = [
@@ -45,18 +48,14 @@ def make(directory: str, **options: Any) -> Any:
 
 def make_sharded(directory: str, **options: Any) -> Any:
     from accelerate import PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
 
-    trainer = make(directory, fsdp=True, **options)
-    state = trainer.accelerator.state
-    plugin = FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args)
-    # Each new state takes it from that one.
-    state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    if trainer.accelerator.mixed_precision != "no":
-        plugin.set_mixed_precision(trainer.accelerator.mixed_precision)
-    state.fsdp_plugin = plugin
-    trainer.is_fsdp_enabled = True
-    return trainer
+    arguments = transformers.TrainingArguments(
+        **short_run(directory, max_steps=STEPS, **{"fsdp": True} | options)
+    )
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    model = llama(layers=2, attention_dropout=0.1)
+    return transformers.Trainer(model, arguments, train_dataset=examples(32), eval_dataset=examples(8))
 
 
 def train(trainer: Any) -> list[torch.Tensor]:
@@ -73,10 +72,21 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bfloat16": {"bf16": True},
     "two micro-batches": {"gradient_accumulation_steps": 2},
     "gathered from forward to backward": {"fsdp_config": {"reshard_after_forward": False}},
+    "said to the launcher": {"fsdp": None, "bf16": True},
 }
+LAUNCH = (
+    "accelerate.commands.launch --num_processes 2 --use_fsdp --fsdp_version 2 "
+    "--fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --main_process_port"
+)
 
 
 def on_rank(rank: int, directory: str, port: int, settings: tuple[str, ...]) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_PORT=str(port))
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    check(directory, settings)
+
+
+def check(directory: str, settings: tuple[str, ...]) -> None:
     from torch.distributed.fsdp import FSDPModule
 
     from sacplan.integrations.transformers import PlanCallback, profile_trainer
@@ -84,14 +94,12 @@ def on_rank(rank: int, directory: str, port: int, settings: tuple[str, ...]) -> 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     warnings.simplefilter("error", sacplan.SacplanWarning)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), MASTER_PORT=str(port))
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
     try:
         for name in settings:
             options = SETTINGS[name]
             plain = make_sharded(directory, **options)
             profile = profile_trainer(plain, device="cpu")
-            assert profile.peak_bytes == json.loads(Path(directory, "alone.json").read_text())[name]
+            assert profile.peak_bytes == json.loads(Path(directory, "alone.json").read_text())[name], name
             plan = sacplan.plan(profile, "80%", solver="greedy")
             expected = train(plain)
             assert isinstance(plain.model.model.layers[0], FSDPModule)
@@ -105,6 +113,8 @@ def on_rank(rank: int, directory: str, port: int, settings: tuple[str, ...]) -> 
             more = min(callback.peaks_bytes[1:]) - plan.peak_bytes
             assert 0 <= more <= NOT_COUNTED, (name, more)
 
+        if "as it is" not in settings:
+            return
         trainer = make_sharded(directory)
         trainer.add_callback(PlanCallback(sacplan.Plan.load(f"{directory}/one_device.json")))
         with pytest.raises(sacplan.errors.PlanError, match=r"not one of a rank.*sacplan\.ranks\(2\)"):
@@ -129,22 +139,27 @@ def alone(_: int, directory: str, settings: tuple[str, ...]) -> None:
     peaks = {}
     with sacplan.ranks(RANKS, device="cpu"):
         for name in settings:
-            trainer = make(directory, fsdp=True, **SETTINGS[name])
+            trainer = make(directory, **SETTINGS[name] | {"fsdp": True})
             peaks[name] = profile_trainer(trainer).peak_bytes
     Path(directory, "alone.json").write_text(json.dumps(peaks))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [("as it is",), tuple(name for name in SETTINGS if name != "as it is")],
-    ids="+".join,
-)
-def test_the_plan_of_a_rank_in_a_sharded_trainer(tmp_path: Path, settings: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("launched", [False, True], ids=["torchrun", "accelerate launch"])
+def test_the_plan_of_a_rank_in_a_sharded_trainer(launched: bool, tmp_path: Path) -> None:
     from sacplan.integrations.transformers import profile_trainer
 
+    settings = tuple(name for name in SETTINGS if (name != "as it is") == launched)
     one_device = sacplan.plan(profile_trainer(make(str(tmp_path)), device="cpu"), "70%", solver="greedy")
     one_device.save(tmp_path / "one_device.json")
     run_ranks(alone, (str(tmp_path), settings), 1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    run_ranks(on_rank, (str(tmp_path), port, settings), RANKS)
+    if launched:
+        ran = run_python("-m", *LAUNCH.split(), str(port), "-m", __name__, str(tmp_path), *settings)
+        assert ran.returncode == 0, ran.stderr
+    else:
+        run_ranks(on_rank, (str(tmp_path), port, settings), RANKS)
+
+
+if __name__ == "__main__":
+    check(sys.argv[1], tuple(sys.argv[2:]))

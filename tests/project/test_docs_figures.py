@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +42,18 @@ def planning() -> Iterator[tuple[str, str]]:
         "with 32 layers it was stopped after 120 s, where sacplan took "
         f"{row(rows, who='sacplan', layers=32)['all']:.2f} s",
     )
+
+
+def own_runtime() -> Iterator[tuple[str, str]]:
+    """A figure that is not in the file is one of today."""
+    peaks = {}
+    for each in row(results("layouts")["rows"], shape="8b", devices=8)["rows"]:
+        mesh = " x ".join(f"{name} {n}" for name, n in each["mesh"].items())
+        peaks[f"Llama-3-8B, {mesh}, `{each['name']}`"] = each["unplanned_peak_bytes"] / 2**30
+    with (ROOT / "benchmarks" / "data" / "own_runtime.csv").open(encoding="utf-8", newline="") as file:
+        for each in csv.DictReader(file):
+            cells = (*list(each.values())[:4], each["pytorch"] or f"{peaks[each['case']]:.1f}")
+            yield "docs/which-parallelism.md", f"| {' | '.join(cells)} |"
 
 
 def modes() -> Iterator[tuple[str, str]]:
@@ -237,7 +250,7 @@ def on_gpu() -> Iterator[tuple[str, str]]:
 
 
 SOURCES: tuple[Callable[[], Iterator[tuple[str, str]]], ...] = (
-    planning, modes, frontier, rivals, architectures, fit_time, published, verdicts,
+    planning, own_runtime, modes, frontier, rivals, architectures, fit_time, published, verdicts,
     on_gpu,
 )  # fmt: skip
 

@@ -55,6 +55,13 @@ def fully_sharded(model: nn.Module, mesh: Any, **how: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh, **how)
 
 
+def uneven(model: nn.Module, mesh: Any) -> nn.Module:
+    """Layers with 65 rows, of which two ranks have 33 and 32."""
+    for layer in model.layers:  # type: ignore[union-attr]
+        layer.up, layer.down = nn.Linear(32, 65), nn.Linear(65, 32)
+    return fully_sharded(model, mesh)
+
+
 def compiled_layers(model: nn.Module, mesh: Any) -> nn.Module:
     """As torchtitan does it: each layer is compiled by itself, and sharded."""
     for layer in model.layers:  # type: ignore[union-attr]
@@ -261,6 +268,23 @@ def test_recorded_ranks_are_the_real_ones(ranks: int, names: Sequence[str], tmp_
     run_ranks(on_rank, (ranks, names, str(tmp_path)), ranks)
 
 
+def on_uneven_rank(rank: int, directory: str, predicted: Sequence[int]) -> None:
+    with gloo(rank, 2, directory):
+        _, called = Case(uneven).made()
+        with patient_collectives():
+            assert RankMemory(called, tokens(rank), loss_fn).peak_bytes() == predicted[rank]
+
+
+@pytest.mark.slow
+def test_of_uneven_shards_the_first_rank_has_the_most(tmp_path: Path) -> None:
+    predicted = []
+    for rank in (0, 1):
+        with sacplan.ranks(2, rank, "cpu"):
+            predicted.append(profiled(Case(uneven).made()[1], rank).peak_bytes)
+    assert predicted[0] > predicted[1]
+    run_ranks(on_uneven_rank, (str(tmp_path), predicted), 2)
+
+
 def test_one_rank_runs_as_much_again_as_each_of_two() -> None:
     """``fully_shard`` copies its parameters there, and gathers nothing."""
     found = []
@@ -409,6 +433,19 @@ def test_norms_of_parts_of_a_sequence_run_in_fused_kernels_on_a_gpu() -> None:
         profile = sacplan.profile(model, torch.empty(2, 32, 64), lambda m, x: m(x).to_local().sum())
     names = [op.name for op in profile.program.ops if "norm" in op.name]
     assert names == ["aten._fused_rms_norm.default", "aten._fused_rms_norm_backward.default"]
+
+
+def test_meshes_of_earlier_ranks_are_forgotten() -> None:
+    """The pairs of tensors are the same ranks in each mesh, in groups of other names."""
+    found = []
+    for ranks, sizes in ((8, (4, 2)), (8, (2, 2, 2)), (2, (2,)), (8, (4, 2))):
+        with sacplan.ranks(ranks, device="h100"), torch.device("meta"):
+            names = ("pp", "dp", "tp")[-len(sizes) :]
+            mesh = dist.device_mesh.init_device_mesh("cuda", sizes, mesh_dim_names=names)
+            model = parallel_lm(language_model(), mesh["tp"], head=False)
+            profile = sacplan.profile(model, tokens(), loss_fn)
+        found.append((profile.peak_bytes, profile.step_ms))
+    assert len(set(found)) == 1
 
 
 def test_what_cannot_be_a_rank_is_an_error() -> None:

@@ -41,13 +41,7 @@ class Mesh(Struct, frozen=True, forbid_unknown_fields=True):
         if not isinstance(mesh, Mapping) or not mesh:
             raise PlanError(f"mesh is {mesh!r}; give the ranks of each axis, such as {{'dp': 2, 'tp': 4}}.")
         for name, size in mesh.items():
-            if (
-                not isinstance(name, str)
-                or not name
-                or isinstance(size, bool)
-                or not isinstance(size, int)
-                or size < 1
-            ):
+            if not isinstance(name, str) or not name or type(size) is not int or size < 1:
                 raise PlanError(
                     f"axis {name!r} of the mesh has {size!r} ranks; it must be an int of at least 1."
                 )

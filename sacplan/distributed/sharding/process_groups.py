@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from sacplan.core.arguments import checked
 from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, device_around, resolve_device
 from sacplan.errors import PlanError
-from sacplan.torch_compat.distributed_modules import light_shards, meshes_of_cpus
+from sacplan.torch_compat.distributed_modules import on_one_rank
+from sacplan.torch_compat.local_tensors import forget_meshes
 from sacplan.torch_compat.versions import torch_names
 
 
@@ -127,15 +128,17 @@ def pretended_ranks(n: int, rank: int = 0) -> Iterator[None]:
     if n > _MOST_RANKS:
         raise PlanError(f"{n} ranks: a mesh lists all of them, so that {_MOST_RANKS:,} are the most.")
     # The group that is there is used, and must not be destroyed.
-    with meshes_of_cpus(), light_shards():
+    with on_one_rank():
         if is_running():
             yield
             return
         with torch_names():
             from torch.testing._internal.distributed.fake_pg import FakeStore
 
+        forget_meshes()
         dist.init_process_group("fake", rank=rank, world_size=n, store=FakeStore())
         try:
             yield
         finally:
             dist.destroy_process_group()
+            forget_meshes()
