@@ -31,8 +31,8 @@ from sacplan.core.program import Event, Phase, Program
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.eager import eager_ms
 from sacplan.device.host_step import copy_ms
-from sacplan.techniques.offload.rewrite import TO_DEVICE, TO_HOST, WAIT_BACK, WAIT_OUT
 from sacplan.techniques.offload import timing
+from sacplan.techniques.offload.rewrite import TO_DEVICE, TO_HOST, WAIT_BACK, WAIT_OUT
 
 DATA = ROOT / "benchmarks" / "data" / "peaks.jsonl"
 PAGE = ROOT / "docs" / "measured.md"

@@ -51,16 +51,15 @@ def eager_ms(program: Program, *, without: Phase | None = None, waited: bool = F
     ``without``: a phase that is left out, as the optimizer's is in all micro-steps but one. ``waited``: whether the
     loop waits for the GPU between steps.
     """
-    ran = [op for code, arg in program.events if code == Event.OP and (op := program.ops[arg]).phase != without]
+    ops = (program.ops[arg] for code, arg in program.events if code == Event.OP)
+    ran = [op for op in ops if op.phase != without]
     watched_us = WATCHED_US if any(op.recomputes >= 0 for op in ran) else 0.0
     share = 1e-3 if any(op.phase == Phase.BACKWARD for op in ran) else 1e-3 * WITHOUT_AUTOGRAD
     issued = done = before = 0.0
     for _ in range(2):  # the second step begins as the CPU does while the GPU is in the first
-        if waited:
-            issued = done = max(issued, done)
         before = done
         for op in ran:
-            if op.name.rpartition(".")[0] in _ASKS:
+            if op.name.rpartition(".")[0] in _ASKS or (waited and op is ran[0]):
                 issued = done = max(issued, done)
             issued += op.runs * share * _issue_us(op, watched_us)
             if op.time_ms:
