@@ -166,7 +166,8 @@ class Problem:
 
     def over_cost(self, totals: Amounts) -> Costs:
         """Return the price of uses (... x priced rows) that are over their limits."""
-        return np.asarray(np.maximum(totals - self.limits[self.priced], 0) @ self._prices)
+        over = np.maximum(totals - self.limits[self.priced], 0)
+        return np.asarray((over * self._prices).sum(axis=-1))  # a product's rounding hangs on the number of rows
 
     def tightest(self, picks: Picks) -> int:
         """Return the row with the largest excess relative to the scale of its resource."""
