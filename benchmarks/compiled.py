@@ -78,6 +78,8 @@ def rows_of(name: str, backend: str, way: str, budgets: list[str]) -> Iterator[R
                 profile = profile or case.profile("cpu", compile=asked)
                 row["unplanned"] = profile.peak_bytes
                 plan = sacplan.plan(profile, budget)
+                gc.collect()  # what earlier steps left behind would go during this one, and lower its peak
+                seen = case.verify(plan, run="real")
             except sacplan.InfeasibleBudget as error:
                 yield row | {"budget_bytes": error.budget_bytes, "smallest": error.smallest_feasible_bytes}
                 continue
@@ -85,8 +87,6 @@ def rows_of(name: str, backend: str, way: str, budgets: list[str]) -> Iterator[R
                 said = str(error).strip().splitlines()[0][:200]
                 yield row | {"raised": f"{type(error).__name__}: {said}"}
                 continue
-            gc.collect()  # what earlier steps left behind would go during this one, and lower its peak
-            seen = case.verify(plan, run="real")
             row |= {
                 "budget_bytes": plan.budget_bytes,
                 "predicted": plan.peak_bytes,

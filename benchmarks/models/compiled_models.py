@@ -183,11 +183,10 @@ SEVEN: dict[str, Builder] = {
 
 def _of_zoo(name: str, blocks: str, copies: int) -> Any:
     model, batch, _ = hf_models.build(name, "small", "cpu", dropout=_P, copies=copies)
-    for module in model.modules():
-        if hasattr(
-            module, "layerdrop"
-        ):  # a draw of the host, by which code branches: another graph each step
-            module.layerdrop = 0.0
+    # A draw of the host, by which code branches: another graph each step.
+    for drawing in (model.config, *model.modules()):
+        if hasattr(drawing, "layerdrop"):
+            drawing.layerdrop = 0.0
     return Case(model, batch, optimizer=torch.optim.AdamW), blocks.split()
 
 

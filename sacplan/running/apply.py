@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -179,10 +180,10 @@ def opened_plans(plan: PlanOrPath | Sequence[PlanOrPath]) -> list[Plan]:
     Raises:
         PlanError: There is none.
     """
-    several = isinstance(plan, Sequence) and not isinstance(plan, str)
-    if not (plans := [opened(one, Plan) for one in (plan if several else (plan,))]):
+    plans = [plan] if isinstance(plan, (Plan, str, Path)) else plan
+    if not plans:
         raise PlanError("no plan was given. A run that fits as it is needs none.")
-    return plans
+    return [opened(one, Plan) for one in plans]
 
 
 def put_on_all(

@@ -103,11 +103,8 @@ def test_compiled_plans_hold_their_budgets_and_take_no_more_than_pytorchs_settin
     measured = [row for row in COMPILED if "measured" in row]
     planned = [row for row in measured if row["budget"] != "100%"]
     assert planned
-    over = {row["case"] for row in planned if row["measured"] > row["budget_bytes"]}
-    assert over == {"segformer aot_eager blocks 60%"}  # as the page says
-    page = compiled.TABLE.path.read_text(encoding="utf-8")
-    off = {row["model"] for row in measured if abs(row["predicted"] / row["measured"] - 1) > 0.005}
-    assert all(f"`{model}`" in page for model in off)
+    assert all(row["measured"] <= row["budget_bytes"] for row in planned)
+    assert all(abs(row["predicted"] / row["measured"] - 1) <= 0.005 for row in measured)
     budgets = _rows("compiled_budgets")
     assert {*compiled_budgets.SETTINGS, *compiled_budgets.LAYERS} == {row["setting"] for row in budgets}
     budgets = [row for row in budgets if "raised" not in row]

@@ -136,8 +136,9 @@ class NotRun(TorchDispatchMode):
         strided = all(t.layout is torch.strided for t in tensors_in((args, kwargs)))
         if func.namespace != "aten" or is_free(func) or not strided:
             return out
-        key = op_key(Call(func, args, kwargs))
-        if key in self.seen or workspace._worth_a_run(func, args, kwargs, out):
+        call = Call(func, args, kwargs, out)
+        key = op_key(call)
+        if key in self.seen or workspace._worth_a_run(call):
             return out
         self.seen.add(key)
         writes = bool(op_traits(func).written_names)

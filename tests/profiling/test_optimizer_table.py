@@ -170,14 +170,17 @@ def test_an_optimizer_on_the_host() -> None:
 
 @pytest.mark.parametrize("link_bytes_per_s", [1e8, 1e12])
 def test_the_time_of_an_optimizer_on_the_host(link_bytes_per_s: float) -> None:
-    """It reads all as fast as the memory of the host; on a slow link the first update is waited for, on a fast one the last copy."""
+    """It reads all at the host's rate; on a slow link the first update is waited for, on a fast one the last copy."""
     spec = dataclasses.replace(resolve_device(GPU), host_link=Link("a link", link_bytes_per_s, 0.0))
     profile = on(spec, "adamw-offload")
     (step,) = (op for op in profile.recorded.ops if "from_host_" in op.name)
     large = [p.nbytes for p in net().parameters() if p.numel() >= 4096]
     reads = [4 * n_bytes + 4 for n_bytes in large]
     assert sum(reads) == profile.optimizer_host_bytes
-    updates, copies = [n / spec.host_bandwidth_bytes_per_s for n in reads], [n / link_bytes_per_s for n in large]
+    updates, copies = (
+        [n / spec.host_bandwidth_bytes_per_s for n in reads],
+        [n / link_bytes_per_s for n in large],
+    )
     seconds = updates[0] + sum(copies) if link_bytes_per_s < 1e9 else sum(updates) + copies[-1]
     assert step.time_ms == pytest.approx(1e3 * seconds)
 

@@ -12,7 +12,7 @@ from typing import Literal
 from sacplan.core.decisions import Accumulate
 from sacplan.core.derived import derived
 from sacplan.core.pins import NO_PINS, Pins
-from sacplan.core.program import Phase, Program
+from sacplan.core.program import Event, Phase, Program
 from sacplan.device.devices import DeviceSpec
 from sacplan.errors import PlanError
 
@@ -110,7 +110,11 @@ def op_costs(program: Program, objective: Objective) -> tuple[float, ...]:
 def backward_ops(program: Program) -> Mapping[int, Sequence[int]]:
     """Return by forward op the ops of its gradient, in the order in which they run; worked out once."""
     found: dict[int, list[int]] = defaultdict(list)
-    for i, op in enumerate(program.ops):
+    ran = (
+        arg for code, arg in program.events if code == Event.OP
+    )  # slices may have taken the place of some ops
+    for i in ran:
+        op = program.ops[i]
         if op.phase is Phase.BACKWARD and op.forward_of >= 0:
             found[op.forward_of].append(i)
     return dict(found)
