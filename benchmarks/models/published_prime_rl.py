@@ -6,6 +6,9 @@ other ops read and make a number for each token. Attention is that of transforme
 H100, FlashAttention-3 ran, for which cuDNN's stands here. Offloading has no stream of its own (``use_streams`` is off
 in ``act_offloading.py``).
 
+Up to June 2026 the trainer of reinforcement learning looked for the ends of responses token by token, and asked the GPU
+for a value at each (``get_response_lengths`` in ``trainer/utils.py``, gone with #2723).
+
 With ``lora``, each layer has four adapters, of which fake data uses the first. No run is ever made there that would own
 an optimizer, so that gradients stay and nothing is updated (``optim.py``, ``runs.py``).
 """
@@ -278,6 +281,7 @@ def _step(config: Callable[[], Any], head: type[nn.Linear], length: int, device:
         "spread": _fully_sharded,
         "ranks": 1 if config is _qwen3_06b else 8,
         "missing": COMPILE,
+        "asks": 0 if head is nn.Linear else 2 * (length - 1),
     }
     return Step(**made | changes)
 
@@ -286,7 +290,7 @@ def _micro_batch(config: Callable[[], Any], length: int, device: str, rank: int 
     """Return one of two micro-batches, beside the gradients of the other one."""
     build = functools.partial(_build, config, _LogProbs, length, 1, rank, device != "rtx-a6000")
     loop = Loop(gradients="never")
-    return _step(config, _LogProbs, length, device, build=build, loop=loop, **changes)
+    return _step(config, _LogProbs, length, device, build=build, loop=loop, asks=length - 1, **changes)
 
 
 def prime_rl(row: Mapping[str, Any]) -> Step:

@@ -108,6 +108,8 @@ class Step:
         accumulation: passes over a part of the samples before the optimizer steps; the step is recorded with one.
         one_stream: whether copies of offloading run on the stream of computation, which hides none of them.
         adds_gradients: whether the loop sets gradients to zero and adds to them, as ``zero_grad`` did before torch 2.0.
+        pageable_bytes: copied to the GPU in each step of a loop that waits for the GPU between steps; 0: it does not.
+        asks: values that its loop asks the GPU for one after the other, beside the model.
         group: the class of steps that its time belongs to, in the table of times; empty: none.
         assumed: whether what is not known decides the figure.
         unknown: what is not known of the setting.
@@ -131,6 +133,8 @@ class Step:
     accumulation: int = 1
     one_stream: bool = False
     adds_gradients: bool = False
+    pageable_bytes: int = 0
+    asks: int = 0
     group: str = ""
     assumed: bool = False
     unknown: str = ""

@@ -5,11 +5,12 @@
 The CPU issues ops ahead of the GPU, as long as it is faster. Where ops are small, the GPU runs out of work and waits.
 Times of ops are those of the GPU alone. The time of a step is what a stopwatch beside the training loop shows: both are
 played, op by op, and the CPU waits where the step asks for a value. The loop itself is taken to wait for nothing, so
-that the CPU is in the next step while the GPU is in this one.
+that the CPU is in the next step while the GPU is in this one. Benchmarks often wait before and after each step
+(``waited``): the GPU is idle then until the first op is issued.
 
 Microseconds of the CPU are fitted to 33 steps that wait for it: our own of 11 models on an H100, in bfloat16 and under
-autocast (``benchmarks/data/h100_steps.csv``, medians of up to four runs), torchvision's at batch 12 on an A100, and one
-of t5-base on a desktop (``steps.jsonl`` beside it).
+autocast (``benchmarks/data/h100_steps.csv``, medians of up to four runs), torchvision's at batch 12 on an A100 (taken
+for steps of a loop that does not wait, which it did), and one of t5-base on a desktop (``steps.jsonl`` beside it).
 
 - An op of the forward pass is called from Python, by a module that does more than that, and autograd makes a node for
   it; in the backward pass a thread in C++ calls it. Views cost nothing of their own. Convolutions look for a plan of
@@ -44,10 +45,11 @@ _ASKS = {name.replace("::", ".") for name in aten_names("_local_scalar_dense non
 """Ops that hand a value or a size to the CPU, which waits until the GPU has it."""
 
 
-def eager_ms(program: Program, *, without: Phase | None = None) -> float:
+def eager_ms(program: Program, *, without: Phase | None = None, waited: bool = False) -> float:
     """Return the time of a step in ms, of many in a row.
 
-    ``without``: a phase that is left out, as the optimizer's is in all micro-steps but one.
+    ``without``: a phase that is left out, as the optimizer's is in all micro-steps but one. ``waited``: whether the
+    loop waits for the GPU between steps.
     """
     ops = (program.ops[arg] for code, arg in program.events if code == Event.OP)
     ran = [op for op in ops if op.phase != without]
@@ -57,7 +59,7 @@ def eager_ms(program: Program, *, without: Phase | None = None) -> float:
     for _ in range(2):  # the second step begins as the CPU does while the GPU is in the first
         before = done
         for op in ran:
-            if op.name.rpartition(".")[0] in _ASKS:
+            if op.name.rpartition(".")[0] in _ASKS or (waited and op is ran[0]):
                 issued = done = max(issued, done)
             issued += op.runs * share * _issue_us(op, watched_us)
             if op.time_ms:

@@ -34,8 +34,10 @@ from benchmarks.harness.sweep import Sweep
 from benchmarks.harness.table import PageTable
 from benchmarks.models import chunk_models
 from benchmarks.models.published_ops import read_rows
+from benchmarks.models.published_steps import STEPS
 from sacplan.core.decisions import Chunk
 from sacplan.device.outside_allocator import CUDA_CONTEXT, MARGIN
+from sacplan.errors import SacplanWarning
 from sacplan.techniques.chunk.chunk_entry import CannotChunk
 from sacplan.techniques.chunk.rest import training_chunk
 
@@ -210,3 +212,10 @@ def test_the_margin_covers_published_steps_whose_setting_is_known() -> None:
     more = about["outside_allocator"]["after_ten_models"] - CUDA_CONTEXT.n_bytes
     needed = most + more / H100_BYTES
     assert needed <= MARGIN < needed + 0.004
+
+
+@pytest.mark.exhaustive
+def test_a_published_run_that_reserves_more_than_the_card_has_runs_with_a_retry() -> None:
+    """Mistral-7B with a batch of 8 has run on an A100 with 80 GB."""
+    with pytest.warns(SacplanWarning, match="reserves 81.34 GiB.* It still runs, with allocation retries"):
+        STEPS["fms-mistral-full-bs8"].recorded()

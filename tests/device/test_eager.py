@@ -55,8 +55,11 @@ def test_an_optimizer_takes_the_cpu_time_for_each_parameter() -> None:
 
 
 def test_large_ops_hide_it() -> None:
+    """All but the first one, in a loop that waits for the GPU between steps."""
     profile = step(4096, 8192)
     assert profile.step_ms == profile.program.step_ms == pytest.approx(eager_ms(profile.program))
+    waited_ms = eager_ms(profile.program, waited=True)
+    assert waited_ms == pytest.approx(profile.step_ms + 1e-3 * eager.FORWARD_US)
 
 
 @pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
