@@ -67,6 +67,7 @@ class Planner:
         last: The solver to ask if none of the others holds the budget; None for none.
         crowded: Solvers for searches with several offers, such as those of all layers, and for those in which memory is
             freed otherwise than by running ops again. There each layer has many options, with rough prices.
+        by_hand: The solver to ask at the end, if others hold the budget: a plan is no dearer than what it proposes.
         limits_reached: Names of the solvers that have stopped at their limit of work so far.
         family: Planners of the same step, for the same budget, by their techniques. All of them share this.
     """
@@ -75,6 +76,7 @@ class Planner:
     solvers: tuple[Solver | StepSolver, ...]
     last: Rotor | None = None
     crowded: tuple[Solver | StepSolver, ...] = ()
+    by_hand: StepSolver | None = None
     limits_reached: dict[str, None] = field(default_factory=dict)
     family: dict[tuple[str, ...], Planner] = field(default_factory=dict, repr=False, compare=False)
 
@@ -154,6 +156,9 @@ class Planner:
                 one._look_for_cheapest(budget_bytes, quick=quick)
         if not quick:
             self._ask_at_smallest(budget_bytes)
+            # Only now, so that searches are the same with it, and only for a budget that ``smallest`` reaches as well.
+            if self.by_hand is not None and _cheapest(self.searches, budget_bytes) is not None:
+                self.own[0].solve(self.by_hand, budget_bytes)
         return _cheapest(self.searches, budget_bytes)
 
     def _asked(self, *, quick: bool) -> list[Planner]:

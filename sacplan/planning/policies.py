@@ -7,7 +7,7 @@ nothing is cached that autograd does not use. Nothing is optimised here. The pea
 measured on the rewritten program, as for any other plan.
 
 A rule turns into decisions in three steps. ``layers_of`` finds the layers: the longest runs of numbered siblings that
-look alike and feed one another. The mode then selects ops in them (``_Selects``, by position in one call of a layer).
+look alike and feed one another. The mode then selects ops in them (``Selects``, by position in one call of a layer).
 At last ``_discarded_in`` walks back from what autograd saves to the selected ops that have to run again for it. A
 selected op whose output nobody needs in the backward pass does not become a decision.
 
@@ -17,8 +17,8 @@ Known inefficiency: the layers of a run are compared by walking over the ops bet
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
-from itertools import islice, pairwise
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from msgspec import structs
@@ -27,8 +27,9 @@ from sacplan.core.arguments import checked, opened
 from sacplan.core.decisions import Chunk, Decision, Discarded, as_decisions
 from sacplan.core.elements import names_module
 from sacplan.core.pins import Pins, resolve_pins
-from sacplan.core.program import ROOT_SCOPE, CallSite, Op, Phase, Program, is_inside
+from sacplan.core.program import CallSite, Op, Program, is_inside
 from sacplan.errors import PlanError
+from sacplan.planning.checkpoints import Selects, discarded_in, everything, runs_of
 from sacplan.planning.infeasible import handed_out, looking_for_plans
 from sacplan.planning.make import plan_by_hand
 from sacplan.planning.meshes import POLICIES, way
@@ -154,7 +155,7 @@ def _discarded_by(
     mode: str, option: int | str | None, program: Program, layers: str | None, pins: Pins
 ) -> Discarded:
     """Return by unit the call sites that the layers discard in the modes ``"full"`` and ``"selective"``."""
-    selects, k = _read_option(option) if mode == "selective" else (_everything, 1)
+    selects, k = _read_option(option) if mode == "selective" else (everything, 1)
     found = layers_of(program, layers)
     if k > len(found):
         raise PlanError(
@@ -164,7 +165,7 @@ def _discarded_by(
     discarded: dict[str, dict[CallSite, int]] = defaultdict(dict)
     # The layers number k, 2k, ..., so that with k = 1 every layer is checkpointed.
     for fqn in found[k - 1 :: k]:
-        for unit, sites in _discarded_in(program, fqn, selects, pins).items():
+        for unit, sites in discarded_in(program, fqn, selects, pins).items():
             discarded[unit].update(sites)
     if not discarded:
         raise PlanError(
@@ -230,13 +231,6 @@ def _chunked_loss(profile: Profile, slices: int, pins: Pins) -> Chunk:
 
 # --- options ----------------------------------------------------------------------------------------------
 
-_Selects = Callable[[Sequence[Op]], set[int]]
-"""A rule: it takes the ops of one call of a layer, and returns the positions of those to discard."""
-
-
-def _everything(ops: Sequence[Op]) -> set[int]:
-    return set(range(len(ops)))
-
 
 def _all_but_matmuls(ops: Sequence[Op]) -> set[int]:
     return {i for i, op in enumerate(ops) if not op.flops}
@@ -248,10 +242,10 @@ def _every_second_matmul(ops: Sequence[Op]) -> set[int]:
     return _all_but_matmuls(ops).union(matmuls[1::2])
 
 
-_BY_OP: dict[str, _Selects] = {"op": _every_second_matmul, "op-keep-matmuls": _all_but_matmuls}
+_BY_OP: dict[str, Selects] = {"op": _every_second_matmul, "op-keep-matmuls": _all_but_matmuls}
 
 
-def _read_option(option: object) -> tuple[_Selects, int]:
+def _read_option(option: object) -> tuple[Selects, int]:
     """Return the rule for the ops of a layer, and k if only every k-th layer follows it.
 
     Raises:
@@ -269,7 +263,7 @@ def _read_option(option: object) -> tuple[_Selects, int]:
             f"unknown option {option!r} of mode 'selective'; known are an integer k of at least 1 (checkpoint "
             f"every k-th layer), {_listed(_BY_OP)}."
         )
-    return _everything, k
+    return everything, k
 
 
 # --- layers -----------------------------------------------------------------------------------------------
@@ -281,7 +275,7 @@ def layers_of(program: Program, pattern: str | None = None) -> list[str]:
     Raises:
         PlanError: There are none.
     """
-    runs = _runs(program)
+    runs = runs_of(program)
     if pattern is None:
         if not runs:
             raise PlanError(
@@ -305,116 +299,6 @@ def layers_of(program: Program, pattern: str | None = None) -> list[str]:
 def _in_order(program: Program, fqns: Iterable[str]) -> list[str]:
     wanted = set(fqns)
     return [fqn for fqn in program.calls if fqn in wanted]
-
-
-def _runs(program: Program) -> list[list[str]]:
-    """Return runs of at least two siblings that are alike and feed one another, the longest first.
-
-    Runs do not nest. If two do (layers, and numbered modules inside each of them), the longer one wins. This is greedy.
-    """
-    members: dict[str, set[str]] = defaultdict(set)  # module to the names of modules called directly in it
-    for fqn in program.calls:
-        parts = fqn.split(".")
-        for depth in range(1, len(parts)):
-            members[".".join(parts[:depth])].add(parts[depth])
-    siblings: dict[str, list[str]] = defaultdict(list)
-    for fqn in program.calls:
-        parent, _, name = fqn.rpartition(".")
-        # A numbered leaf, such as a linear module of nn.Sequential, is not a layer.
-        if name.isdigit() and fqn not in program.leaf_fqns and members[fqn]:
-            siblings[parent].append(fqn)
-
-    def first_call(fqn: str) -> range:
-        return program.ops_in(program.calls[fqn][0])
-
-    def follows(one: str, other: str) -> bool:
-        # Half of the names is enough: layers of one model may differ, such as dense ones and mixtures of experts.
-        alike = 2 * len(members[one] & members[other]) >= len(members[one] | members[other])
-        return alike and program.depends(first_call(other), first_call(one))
-
-    runs: list[list[str]] = []
-    for fqns in siblings.values():
-        run = fqns[:1]
-        # A run is extended as long as neighbours follow each other, and ends at the first pair that does not.
-        for one, other in pairwise(fqns):
-            if not follows(one, other):
-                runs.append(run)
-                run = []
-            run.append(other)
-        runs.append(run)
-    taken: list[list[str]] = []
-    # The sort is stable, so runs of equal length stay in execution order.
-    for run in sorted((run for run in runs if len(run) > 1), key=len, reverse=True):
-        others = [fqn for other in taken for fqn in other]
-        if not any(is_inside(a, b) or is_inside(b, a) for a in run for b in others):
-            taken.append(run)
-    return taken
-
-
-# --- decisions --------------------------------------------------------------------------------------------
-
-
-def _discarded_in(program: Program, fqn: str, selects: _Selects, pins: Pins) -> Discarded:
-    """Return by unit the call sites that one layer discards, each once.
-
-    These are the selected ops that made saved tensors, and the selected ops that have to run again for those. The unit
-    is the layer, or if pins forbid that, modules inside it.
-    """
-    chosen: set[int] = set()
-    for scope in program.calls[fqn]:
-        # Selected by position within one call, so that every call of a layer counts its matmuls anew.
-        order = [i for i in program.sites(scope) if program.ops[i].phase == Phase.FORWARD]
-        chosen.update(order[at] for at in selects([program.ops[i] for i in order]))
-    # Pinned ops go after the selection, so that they do not change how matmuls are counted.
-    chosen -= pins.kept_ops
-    found = {}
-    for unit in pins.units_in(program, fqn):
-        sites: dict[CallSite, int] = {}
-        for scope, (inside, outside) in _saved_by_call(program, unit).items():
-            # A storage that something else holds is available without recomputing; above all, the unit's own output.
-            again = _again(program, scope, inside, outside | program.liveness.outlives_forward, chosen)
-            sites.update((site, 1) for op, site in program.sites(scope).items() if op in again)
-        # A decision holds for all calls of the unit. If an op may not run again in one call, its site is kept in all.
-        for site, ops in program.call_sites(unit).items():
-            if not pins.kept_ops.isdisjoint(ops) or not all(program.ops[i].recomputable for i in ops):
-                sites.pop(site, None)
-        if sites:
-            found[unit] = sites
-    return found
-
-
-def _saved_by_call(program: Program, fqn: str) -> dict[int, tuple[set[int], set[int]]]:
-    """Return by call of a module the storages that autograd saves in it, and those that it saves anywhere else."""
-    # A handle counts as inside a call if autograd took it in that call or in one within it.
-    scopes = {scope for scope in program.liveness.handle_scopes if scope != ROOT_SCOPE}
-    around = {scope: {scope, *program.ancestors(scope)} for scope in scopes}
-    by_call: dict[int, tuple[set[int], set[int]]] = {call: (set(), set()) for call in program.calls[fqn]}
-    for storage, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
-        for call, (inside, outside) in by_call.items():
-            (inside if call in around.get(scope, ()) else outside).add(storage)
-    return by_call
-
-
-def _again(
-    program: Program, scope: int, saved: set[int], held: Container[int], chosen: Container[int]
-) -> set[int]:
-    """Return the chosen ops of one call that have to run again to make its saved storages.
-
-    Walks from the saved storages back to their makers, and on to what those read, as far as the makers are chosen and
-    nothing else holds the storage.
-    """
-    ops = program.ops
-    inside = [i for i in program.sites(scope) if i in chosen and ops[i].recomputable]
-    # Storages that something else holds have no entry, so the walk ends at them.
-    maker = {s: i for i in inside for s in ops[i].writes if s not in held}
-    stack = [maker[s] for s in saved if s in maker]
-    again = set(stack)
-    while stack:
-        for s in ops[stack.pop()].reads:
-            if s in maker and maker[s] not in again:
-                again.add(maker[s])
-                stack.append(maker[s])
-    return again
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ from sacplan.core.decisions import Accumulate
 from sacplan.core.pins import resolve_pins
 from sacplan.errors import PlanError
 from sacplan.planning.basis import Basis
+from sacplan.planning.by_hand import ByHand
 from sacplan.planning.limits import OF_DEVICE, Limit
 from sacplan.planning.planner import ROTOR_STAGES, Planner
 from sacplan.profiling.profile import Profile
@@ -91,7 +92,8 @@ class Request:
             max(0, host_bytes - taken),  # what is left for a plan
         )
         basis = Basis(step, profile.fingerprint, names)
-        return Planner(basis, solvers, last if usable else None, crowded)
+        by_hand = ByHand(names) if self.solver == "best" and "offload" in names else None
+        return Planner(basis, solvers, last if usable else None, crowded, by_hand)
 
 
 def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolver]:

@@ -16,7 +16,12 @@ from tests.offload.test_weights import Net
 from tests.support.slow import slow_after
 from tests.support.steps import mean_square
 
-CASES = {"few tokens": (6, 256, 8e9), "many tokens": (6, 1024, 8e9)}
+CASES = {
+    "few tokens": (6, 256, 8e9),
+    "many tokens": (6, 1024, 8e9),
+    "a slow link": (6, 256, 3e9),
+    "ten blocks": (10, 512, 3e9),
+}
 
 
 @pytest.mark.parametrize("case", slow_after(1, list(CASES)))

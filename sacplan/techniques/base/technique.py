@@ -8,7 +8,7 @@ planner knows no technique by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -82,7 +82,7 @@ class StepSolver(Protocol):
         """The techniques that its plans use."""
         ...
 
-    def proposals(self, step: PlanStep, budget_bytes: int) -> Sequence[tuple[Decision, ...]]:
+    def proposals(self, step: PlanStep, budget_bytes: int) -> Iterable[tuple[Decision, ...]]:
         """Return sets of decisions that are worth measuring for a budget.
 
         A budget of 0 asks for those with the smallest peak.

@@ -246,9 +246,10 @@ class _Journey:
             self.instances[arg] = self.draft.instance_handles.add(handle)
             arg = self.instances[arg]
         elif code == _RELEASE and arg in self.gone:
-            # This handle was released when the storage was let go of. Behind the last one nobody needs the copy.
+            # This handle was released when the storage was let go of. The copy lives as long as any handle, and so with
+            # one taken since, which keeps the storage itself.
             del self.gone[arg]
-            if not self.gone:
+            if not self.gone and not self.held:
                 self._end()
             return
         elif code == _RELEASE:

@@ -1,0 +1,73 @@
+"""``ByHand``: N blocks wait on the host, as people swap them by hand.
+
+All weights of N blocks leave: of the first ones, the last ones, or ones at even distances. They come back ahead of
+their use or when they are needed; and layers are checkpointed, all or none. Of each such way the least N that holds
+the budget is looked for, so a plan costs no more than the best N, as far as more blocks on the host never cost less.
+
+N blocks free at most the bytes of their weights. So what a step is over its budget with too few blocks says how many
+more it takes at least, and three or four steps are measured for each way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from sacplan.core.decisions import Decision, as_decisions
+from sacplan.planning.candidate import Candidate
+from sacplan.planning.checkpoints import discarded_in, everything, runs_of
+from sacplan.techniques.base.regions import Option, Region, units_of
+from sacplan.techniques.base.step import PlanStep
+from sacplan.techniques.registry import TECHNIQUES, regions, rewritten
+
+_Taken = list[tuple[Region, Option]]
+
+
+@dataclass(frozen=True, slots=True)
+class ByHand:
+    """The solver. It proposes nothing where no weights of blocks may leave."""
+
+    techniques: tuple[str, ...]
+    name: str = "by hand"
+
+    def proposals(self, step: PlanStep, budget_bytes: int) -> Iterator[tuple[Decision, ...]]:
+        """Yield for each way sets of decisions with more and more blocks, until a step holds the budget."""
+        layers = [fqn for run in runs_of(step.program) for fqn in run]
+        found = regions(step, 1, ("offload",))
+        # Weights are regions without ops.
+        blocks = [r for r in found if not r.members and any(f"{r.unit}.".startswith(f"{f}.") for f in layers)]
+        bases: list[tuple[Decision, ...]] = [()]
+        if "recompute" in self.techniques:
+            discarded = (discarded_in(step.program, fqn, everything, step.pins) for fqn in layers)
+            bases.append(as_decisions({unit: sites for one in discarded for unit, sites in one.items()}))
+        n = len(blocks)
+        for base, ahead in product(bases, (min, max)) if blocks else ():
+            swaps = [(block, _all_weights(block, ahead)) for block in blocks]
+            first = [swaps[:i] for i in range(n + 1)]
+            last = [swaps[n - i :] for i in range(n + 1)]
+            even = [[swaps[j * n // i] for j in range(i)] for i in range(n + 1)]
+            for ways in (first, last, even):
+                yield from _least(step, base, ways, budget_bytes)
+
+
+def _least(
+    step: PlanStep, base: tuple[Decision, ...], ways: Sequence[_Taken], budget_bytes: int
+) -> Iterator[tuple[Decision, ...]]:
+    bytes_of = step.program.storage_bytes.__getitem__
+    freed = [sum(bytes_of(s) for _, option in way for s in option.reach.storages) for way in ways]
+    program, more = rewritten(step.program, base, step.device), [0]
+    while more:
+        way = ways[more[0]]
+        # A weight leaves in the unit that is checkpointed, since units do not nest.
+        units = dict.fromkeys((*units_of(way), *(unit for one in base for unit in one.units)))
+        decisions = (*base, *TECHNIQUES["offload"].decisions(program, way, units))
+        yield decisions
+        over = Candidate(step, decisions, "feasible").footprint.peak_bytes - budget_bytes
+        enough = freed[more[0]] + over
+        more = [n for n in range(more[0] + 1, len(ways)) if freed[n] >= enough] if over > 0 else []
+
+
+def _all_weights(region: Region, ahead: Callable[..., Option]) -> Option:
+    most = max(option.host_bytes for option in region.options)
+    return ahead((o for o in region.options if o.host_bytes == most), key=lambda option: option.cost)
