@@ -27,19 +27,8 @@ if TYPE_CHECKING:
 class FitOptions(o.CapacityOptions):
     """What is asked of ``fit`` beside a limit and a device."""
 
-    devices: Annotated[
-        int | None,
-        o.option(
-            min=1,
-            metavar="N",
-            help="Several devices: rows for DDP, FSDP2 and meshes; --batch is that of each. Also --device 8xh100. "
-            "Default: 1.",
-        ),
-    ] = None
-    sizes: Annotated[
-        bool,
-        o.option("--sizes/--no-sizes", help="Also the largest batch and sequence of each way: takes longer."),
-    ] = True
+    devices: Annotated[int | None, o.option("devices_to_fit")] = None
+    sizes: Annotated[bool, o.option("sizes")] = True
     routing: o.Routed = None
     host_budget: o.HostBudget = None
 
