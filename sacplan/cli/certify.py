@@ -33,7 +33,7 @@ class RunOptions:
     pack: Annotated[int | None, o.option("pack")] = None
     epochs: Annotated[int, o.option("epochs")] = 1
     seed: Annotated[int, o.option("seed")] = 0
-    accumulation_steps: Annotated[int, o.option("grad_accum")] = 1
+    accumulation_steps: Annotated[int, o.option("accumulation_steps")] = 1
     evaluation: Annotated[Path | None, o.option("evaluation")] = None
     evaluation_batch: Annotated[int | None, o.option("evaluation_batch")] = None
     evaluate_every: Annotated[int | None, o.option("evaluate_every")] = None
@@ -83,10 +83,10 @@ def certify(
     with stage("recording and playing", long=True), users_code(f"the step of {target}"):
         found = sacplan.certify(
             loaded.model, functools.partial(of_length, loaded.make_batch, loaded.facts["seq"]), sizes, spec,
-            loaded.loss_fn, loaded.optimizer, asked.budget, asked.headroom,
+            loaded.loss_fn, loaded.optimizer, **o.given(asked, "device", "solver"),
             batch=int(hf.batch or 1) if run.tokens is None else hf.batch,
             **dataclasses.asdict(run) | {"evaluation": run.evaluation and _read(run.evaluation)},
-            longest=positions(loaded.model), techniques=asked.technique,
+            longest=positions(loaded.model),
         )  # fmt: skip
     written = dict(zip(paths, (plan for _, plan in found.plans), strict=False))
     for path, plan in written.items():

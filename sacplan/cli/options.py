@@ -7,6 +7,7 @@ are annotated with options, or one of the library with the options beside it.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -99,7 +100,7 @@ Budget = Annotated[str | None, option("budget", parser=size_in_gib)]
 Headroom = Annotated[str | None, option("headroom")]
 HostBudget = Annotated[str | None, option("host_budget", parser=size_in_gib)]
 Solver = Annotated[str, option("solver", show_default=True)]
-Techniques = Annotated[list[str] | None, option("technique")]
+Techniques = Annotated[list[str] | None, option("techniques")]
 Keep = Annotated[list[str] | None, option("keep")]
 Never = Annotated[list[str] | None, option("never")]
 Points = Annotated[int, option("points", show_default=True)]
@@ -127,6 +128,12 @@ def optimizer_name(text: str) -> str:
         raise typer.BadParameter(str(error)) from error
 
 
+def given(group: Any, *without: str) -> dict[str, Any]:
+    """Return the options of a group that are given, by field, which is the argument of the library."""
+    found = {f.name: getattr(group, f.name) for f in fields(group) if f.name not in without}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 @dataclass(frozen=True, slots=True)
 class StepOptions:
     """How to record a step. A field is None if its option is not given."""
@@ -135,13 +142,18 @@ class StepOptions:
     runtime: Annotated[Runtime | None, option("runtime")] = None
     trace: Annotated[Run | None, option("trace")] = None
     mode: Annotated[Literal["train", "inference"] | None, option("mode")] = None
-    grad_accum: Annotated[int | None, option("grad_accum", "; with a plan or a saved profile, its own.")] = (
-        None
-    )
+    accumulation_steps: Annotated[
+        int | None, option("accumulation_steps", "; with a plan or a saved profile, its own.")
+    ] = None
     routing: Routed = None
     compile: Compiled = None
     world_size: Annotated[int | None, option("world_size")] = None
     fsdp_unit: Annotated[list[str] | None, option("fsdp_unit")] = None
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """What a recording is made with, as arguments of ``sacplan.profile``, of what is given."""
+        return given(self, "device", "world_size", "fsdp_unit")
 
 
 _PARSERS = {"dtype": dtype_name, "optimizer": optimizer_name, "bnb_4bit_quant_storage": storage_name}
@@ -169,14 +181,14 @@ class BudgetOptions:
     device: Annotated[str | None, option("device", f"{DEFAULT_DEVICE}.")] = None
     headroom: Headroom = None
     solver: Solver = "best"
-    technique: Techniques = None
+    techniques: Techniques = None
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityOptions(BudgetOptions):
     """How to search for a batch size."""
 
-    grad_accum: Annotated[int | None, option("grad_accum")] = None
+    accumulation_steps: Annotated[int | None, option("accumulation_steps")] = None
     compile: Compiled = None
     at_most: Annotated[int | None, option("at_most")] = None
 
@@ -194,4 +206,5 @@ def named(options: dict[str, Any]) -> str:
 
 
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    flags = _ROWS[name]["flags"]
+    return re.split("[ /]", flags)[0] if flags else f"--{name.replace('_', '-')}"

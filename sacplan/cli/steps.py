@@ -175,7 +175,7 @@ def verify(
     plan_file: o.PlanFile,
     *,
     run: Annotated[o.Run, o.option("run", show_default=True)] = "fake",
-    grad_accum: Annotated[int | None, o.option("grad_accum", "; here, the plan's.")] = None,
+    grad_accum: Annotated[int | None, o.option("accumulation_steps", "; here, the plan's.")] = None,
     hf: o.PlannedHfOptions,
 ) -> CommandResult:
     """Run one step with a plan applied, and compare its peak with the plan and the budget.

@@ -223,7 +223,7 @@ def layouts(
     import sacplan
 
     check_output(output, "plan", force=force)
-    allowed = sources.check_early_of_device(asked)
+    sources.check_early_of_device(asked)
     spec = sources.device_of(asked.device)
     with stage("loading"):
         if hf.batch is None and target.startswith(NAMED):
@@ -234,14 +234,11 @@ def layouts(
             loaded.model,
             loaded.batch,
             devices,
-            asked.budget,
-            spec,
-            loaded.loss_fn,
-            loaded.optimizer,
-            headroom=asked.headroom,
-            solver=asked.solver,
+            device=spec,
+            loss_fn=loaded.loss_fn,
+            optimizer=loaded.optimizer,
             search=search,
-            **allowed,
+            **o.given(asked, "device"),
         )
     # ``best`` raises if no layout fits: there is no plan to save then, and one was asked for.
     if output is not None and found.best.plan is not None:
