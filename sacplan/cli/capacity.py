@@ -12,7 +12,7 @@ from sacplan.cli.files import check_output
 from sacplan.cli.origin import Origin, save
 from sacplan.cli.output import CommandResult, rows_table, stage
 from sacplan.cli.targets import users_code
-from sacplan.integrations.hf.target import ModelOptions
+from sacplan.integrations.hf.target import ModelOptions, given
 
 _FACTS = (
     "batch_size", "samples_per_s", "step_ms", "budget_bytes", "headroom_bytes", "unplanned_batch_size",
@@ -72,7 +72,7 @@ def _search(
             device=spec,
             loss_fn=target.loss_fn,
             optimizer=target.optimizer,
-            **o.given(asked, "device"),
+            **given(asked, "device"),
         )
     # ``verify`` reads the batch from the plan's file, and the plan is for the batch that was found.
     save(found.plan, output, Origin.of(target, batch=found.batch_size))

@@ -19,7 +19,7 @@ from sacplan.cli.origin import Origin, save, seen_in
 from sacplan.cli.output import CommandResult, stage
 from sacplan.cli.show import facts_of, plan_facts, saved, target_facts
 from sacplan.cli.targets import load_target, users_code
-from sacplan.integrations.hf.target import TargetError
+from sacplan.integrations.hf.target import TargetError, given
 
 _FACTS = ("device", "steps", "shapes", "fits", "largest", "advice")
 
@@ -83,7 +83,7 @@ def certify(
     with stage("recording and playing", long=True), users_code(f"the step of {target}"):
         found = sacplan.certify(
             loaded.model, functools.partial(of_length, loaded.make_batch, loaded.facts["seq"]), sizes, spec,
-            loaded.loss_fn, loaded.optimizer, **o.given(asked, "device", "solver"),
+            loaded.loss_fn, loaded.optimizer, **given(asked, "device", "solver"),
             batch=int(hf.batch or 1) if run.tokens is None else hf.batch,
             **dataclasses.asdict(run) | {"evaluation": run.evaluation and _read(run.evaluation)},
             longest=positions(loaded.model),

@@ -17,7 +17,7 @@ from sacplan.cli.exits import INFEASIBLE
 from sacplan.cli.output import CommandResult, number, stage, table
 from sacplan.cli.targets import users_code
 from sacplan.core.budget import format_bytes
-from sacplan.integrations.hf.target import NAMED, ModelOptions
+from sacplan.integrations.hf.target import NAMED, ModelOptions, given
 
 if TYPE_CHECKING:
     from sacplan import FitRow, Verdict
@@ -119,7 +119,7 @@ def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _A
             seq=seq,
             longest=most,
             name=_named(target, hf),
-            **o.given(asked, "device", "devices", *_OMITTED),
+            **given(asked, "device", "devices", *_OMITTED),
             on_verdict=lambda verdict: known.append(verdict.sentence),
         )
     more = [] if asked.routing is None else ["--routing", asked.routing]

@@ -16,7 +16,7 @@ import typer
 
 from sacplan.core.files import table_of
 from sacplan.device.devices import DEFAULT_DEVICE as DEFAULT_DEVICE
-from sacplan.integrations.hf.target import ModelOptions
+from sacplan.integrations.hf.target import ModelOptions, given
 from sacplan.profiling.optimizer_names import NONE, named_optimizer
 
 Runtime = Literal["cost-model", "benchmark"]
@@ -126,12 +126,6 @@ def optimizer_name(text: str) -> str:
         return NONE if text.lower() == NONE else named_optimizer(text).name
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-
-
-def given(group: Any, *without: str) -> dict[str, Any]:
-    """Return the options of a group that are given, by field, which is the argument of the library."""
-    found = {f.name: getattr(group, f.name) for f in fields(group) if f.name not in without}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from sacplan.cli.output import CommandResult, columns_of, note, rows_table, stag
 from sacplan.cli.targets import is_json_file, load_target, users_code
 from sacplan.core.writing import replacing
 from sacplan.errors import InfeasibleBudget
-from sacplan.integrations.hf.target import NAMED, TargetError
+from sacplan.integrations.hf.target import NAMED, TargetError, given
 
 if TYPE_CHECKING:
     from sacplan import Plan
@@ -238,7 +238,7 @@ def layouts(
             loss_fn=loaded.loss_fn,
             optimizer=loaded.optimizer,
             search=search,
-            **o.given(asked, "device"),
+            **given(asked, "device"),
         )
     # ``best`` raises if no layout fits: there is no plan to save then, and one was asked for.
     if output is not None and found.best.plan is not None:
