@@ -12,7 +12,7 @@ from sacplan.cli.files import check_output
 from sacplan.cli.origin import Origin, save
 from sacplan.cli.output import CommandResult, rows_table, stage
 from sacplan.cli.targets import users_code
-from sacplan.integrations.hf.target import ModelOptions
+from sacplan.integrations.hf.target import ModelOptions, given
 
 _FACTS = (
     "batch_size", "samples_per_s", "step_ms", "budget_bytes", "headroom_bytes", "unplanned_batch_size",
@@ -61,7 +61,7 @@ def _search(
 
     # What can be refused without the model is refused first: loading takes seconds, and the search may take minutes.
     check_output(output, "plan", force=force)
-    allowed = sources.check_early_of_device(asked)
+    sources.check_early_of_device(asked)
     spec = sources.device_of(asked.device)
     target, make_batch = sources.sized_target(question, name, spec, hf)
     search = sacplan.max_batch if question == "max-batch" else sacplan.throughput
@@ -69,16 +69,10 @@ def _search(
         found = search(
             target.model,
             make_batch,
-            asked.budget,
-            spec,
+            device=spec,
             loss_fn=target.loss_fn,
             optimizer=target.optimizer,
-            headroom=asked.headroom,
-            solver=asked.solver,
-            **allowed,
-            accumulation_steps=asked.grad_accum or 1,
-            compile=asked.compile,
-            at_most=asked.at_most,
+            **given(asked, "device"),
         )
     # ``verify`` reads the batch from the plan's file, and the plan is for the batch that was found.
     save(found.plan, output, Origin.of(target, batch=found.batch_size))

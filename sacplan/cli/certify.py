@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from sacplan.cli import options as o
 from sacplan.cli import sources
 from sacplan.cli.command import command
@@ -21,32 +19,28 @@ from sacplan.cli.origin import Origin, save, seen_in
 from sacplan.cli.output import CommandResult, stage
 from sacplan.cli.show import facts_of, plan_facts, saved, target_facts
 from sacplan.cli.targets import load_target, users_code
-from sacplan.integrations.hf.target import TargetError
+from sacplan.integrations.hf.target import TargetError, given
 
 _FACTS = ("device", "steps", "shapes", "fits", "largest", "advice")
-_count = functools.partial(o.option, min=1, metavar="N")
-_EVALUATION = o.option("--eval-lengths", metavar="FILE", help="LENGTHS of an evaluation between steps.")
 
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """How the loader makes batches, and how many plans there may be for them."""
 
-    tokens: Annotated[int | None, _count(help="In place of --batch: most tokens in a batch, padded.")] = None
-    pad_to_multiple_of: Annotated[int, _count(help="Pad batches to a multiple of this. Default: 1.")] = 1
-    pack: Annotated[int | None, _count(help="In place of padding: rows of so many tokens.")] = None
-    epochs: Annotated[int, _count(help="How often all samples come. Default: 1.")] = 1
-    seed: Annotated[int, o.option(min=0, metavar="N", help="Of the loader's shuffle. Default: 0.")] = 0
-    accumulation_steps: Annotated[int, _count("--grad-accum", help=f"{o.ACCUM}.")] = 1
-    evaluation: Annotated[Path | None, _EVALUATION] = None
-    evaluation_batch: Annotated[int | None, _count("--eval-batch", help="Samples in its batches.")] = None
-    evaluate_every: Annotated[int | None, _count("--eval-every", help="Optimizer steps between two.")] = None
-    buckets: Annotated[int, _count(help="Plans for ranges of lengths, if one is needed. Default: 1.")] = 1
+    tokens: Annotated[int | None, o.option("tokens")] = None
+    pad_to_multiple_of: Annotated[int, o.option("pad_to_multiple_of")] = 1
+    pack: Annotated[int | None, o.option("pack")] = None
+    epochs: Annotated[int, o.option("epochs")] = 1
+    seed: Annotated[int, o.option("seed")] = 0
+    accumulation_steps: Annotated[int, o.option("accumulation_steps")] = 1
+    evaluation: Annotated[Path | None, o.option("evaluation")] = None
+    evaluation_batch: Annotated[int | None, o.option("evaluation_batch")] = None
+    evaluate_every: Annotated[int | None, o.option("evaluate_every")] = None
+    buckets: Annotated[int, o.option("buckets")] = 1
 
 
 _OUTPUT = o.output("the plan (.json). With --buckets, plan-1.json is the one for the shortest batches")
-_FILE = "Tokens in each sample: .npy, .json or .txt."
-_LENGTHS = typer.Argument(metavar="LENGTHS", help=_FILE, show_default=False)
 
 
 @command(
@@ -57,7 +51,7 @@ _LENGTHS = typer.Argument(metavar="LENGTHS", help=_FILE, show_default=False)
 )
 def certify(
     target: o.Target,
-    lengths: Annotated[Path, _LENGTHS],
+    lengths: Annotated[Path, o.argument("lengths")],
     *,
     asked: o.BudgetOptions,
     run: RunOptions,
@@ -89,10 +83,10 @@ def certify(
     with stage("recording and playing", long=True), users_code(f"the step of {target}"):
         found = sacplan.certify(
             loaded.model, functools.partial(of_length, loaded.make_batch, loaded.facts["seq"]), sizes, spec,
-            loaded.loss_fn, loaded.optimizer, asked.budget, asked.headroom,
+            loaded.loss_fn, loaded.optimizer, **given(asked, "device", "solver"),
             batch=int(hf.batch or 1) if run.tokens is None else hf.batch,
             **dataclasses.asdict(run) | {"evaluation": run.evaluation and _read(run.evaluation)},
-            longest=positions(loaded.model), techniques=asked.technique,
+            longest=positions(loaded.model),
         )  # fmt: skip
     written = dict(zip(paths, (plan for _, plan in found.plans), strict=False))
     for path, plan in written.items():

@@ -17,29 +17,21 @@ from sacplan.cli.exits import INFEASIBLE
 from sacplan.cli.output import CommandResult, number, stage, table
 from sacplan.cli.targets import users_code
 from sacplan.core.budget import format_bytes
-from sacplan.integrations.hf.target import NAMED, ModelOptions
+from sacplan.integrations.hf.target import NAMED, ModelOptions, given
 
 if TYPE_CHECKING:
     from sacplan import FitRow, Verdict
+
+
+_OMITTED = ("solver", "techniques", "at_most")
 
 
 @dataclass(frozen=True, slots=True)
 class FitOptions(o.CapacityOptions):
     """What is asked of ``fit`` beside a limit and a device."""
 
-    devices: Annotated[
-        int | None,
-        o.option(
-            min=1,
-            metavar="N",
-            help="Several devices: rows for DDP, FSDP2 and meshes; --batch is that of each. Also --device 8xh100. "
-            "Default: 1.",
-        ),
-    ] = None
-    sizes: Annotated[
-        bool,
-        o.option("--sizes/--no-sizes", help="Also the largest batch and sequence of each way: takes longer."),
-    ] = True
+    devices: Annotated[int | None, o.option("devices_to_fit")] = None
+    sizes: Annotated[bool, o.option("sizes")] = True
     routing: o.Routed = None
     host_budget: o.HostBudget = None
 
@@ -52,7 +44,7 @@ class FitOptions(o.CapacityOptions):
         "sacplan fit hf:gpt2 --device l40s,h100,24GB --no-sizes",
         "sacplan fit train.py:make --device cpu --budget 2GiB --json",
     ],
-    omit=["solver", "technique", "at_most"],
+    omit=_OMITTED,
 )
 def fit(target: o.Target, *, asked: FitOptions, hf: o.HfOptions) -> CommandResult:
     """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
@@ -122,18 +114,12 @@ def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _A
             spec,
             loaded.loss_fn,
             optimizer,
-            asked.budget,
-            asked.headroom,
             devices=number,
             batch=int(hf.batch or 1),
             seq=seq,
-            accumulation_steps=asked.grad_accum or 1,
-            routing=asked.routing or "balanced",
-            host_budget=asked.host_budget,
             longest=most,
             name=_named(target, hf),
-            sizes=asked.sizes,
-            compile=asked.compile,
+            **given(asked, "device", "devices", *_OMITTED),
             on_verdict=lambda verdict: known.append(verdict.sentence),
         )
     more = [] if asked.routing is None else ["--routing", asked.routing]

@@ -1,4 +1,4 @@
-"""Every argument and option of the command line, declared once.
+"""Every argument and option of the command line, declared once: ``options.csv`` has names and help, this their types.
 
 ``HfOptions``, ``StepOptions`` and ``CapacityOptions`` are groups of options. A command takes a group as one parameter
 (see ``command.py``), and the command line gets an option for each of its fields. A group is a dataclass whose fields
@@ -7,24 +7,42 @@ are annotated with options, or one of the library with the options beside it.
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from sacplan.core.files import table_of
 from sacplan.device.devices import DEFAULT_DEVICE as DEFAULT_DEVICE
-from sacplan.integrations.hf.target import ModelOptions
+from sacplan.integrations.hf.target import ModelOptions, given
 from sacplan.profiling.optimizer_names import NONE, named_optimizer
 
 Runtime = Literal["cost-model", "benchmark"]
 Run = Literal["fake", "real"]
 DTYPES = ("bfloat16", "float16", "float32")
 
+_ROWS = {row["name"]: row for row in table_of(Path(__file__).with_name("options.csv"))}
 
-def option(*names: str, help: str, **settings: Any) -> Any:
-    """Declare an option whose help text states the default itself."""
-    return typer.Option(*names, help=help, show_default=False, **settings)
+
+def option(name: str, after: str = ".", **settings: Any) -> Any:
+    """Declare an option of ``options.csv``, whose help text ends in ``after`` and states the default itself."""
+    row = _ROWS[name]
+    declared: dict[str, Any] = {
+        "help": row["help"] + after,
+        "metavar": row["metavar"] or None,
+        "min": int(row["min"]) if row["min"] else None,
+        "rich_help_panel": row["panel"] or None,
+        "show_default": False,
+    }
+    return typer.Option(*row["flags"].split(), **declared | settings)
+
+
+def argument(name: str, after: str = ".", metavar: str | None = None) -> Any:
+    """Declare an argument of ``options.csv``."""
+    row = _ROWS[name]
+    return typer.Argument(metavar=metavar or row["metavar"], help=row["help"] + after, show_default=False)
 
 
 def size_in_gib(text: str) -> str:
@@ -66,102 +84,35 @@ def storage_name(text: str) -> str:
 
 def output(what: str) -> Any:
     """Declare ``-o`` for the thing that is saved."""
-    return option("--output", "-o", metavar="FILE", help=f"Where to save {what}.")
+    return option("output", f" {what}.")
 
 
-TARGET = "A model and a batch: FILE.py:FUNCTION, MODULE:FUNCTION, hf:NAME, hf:CONFIG.json or diffusers:NAME."
-Target = Annotated[str, typer.Argument(metavar="TARGET", help=TARGET, show_default=False)]
+Target = Annotated[str, argument("target")]
 Source = Annotated[
-    str,
-    typer.Argument(
-        metavar="TARGET|PROFILE", help=f"{TARGET} Or a saved profile (.json, .json.gz).", show_default=False
-    ),
+    str, argument("target", ". Or a saved profile (.json, .json.gz).", metavar="TARGET|PROFILE")
 ]
-PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="A saved plan.", show_default=False)]
-Force = Annotated[bool, option("--force", help="Overwrite files that sacplan did not write.")]
-Json = Annotated[bool, option("--json", help="One JSON object on stdout, and nothing else there.")]
-Debug = Annotated[bool, option("--debug", help="Show the traceback of an error.")]
-Objective = Annotated[Literal["time", "flops"], typer.Option(help="What to recompute the least of.")]
-BUDGET = (
-    "Peak of the whole step: 22GiB (or 22), 24GB, or a share of the unplanned peak, 70%. "
-    "Default: the step fits the device, with what torch reserves there and 1.2% to spare."
-)
-Budget = Annotated[str | None, option(metavar="SIZE", parser=size_in_gib, help=BUDGET)]
-Headroom = Annotated[
-    str | None,
-    option(
-        metavar="SIZE",
-        help="Without a budget: how much of the device's memory to leave free, a share of it or bytes, 5% or 2GiB. "
-        "Default on a CPU: 15%.",
-    ),
-]
-HostBudget = Annotated[
-    str | None,
-    option(
-        metavar="SIZE",
-        parser=size_in_gib,
-        help="Memory of the host for each device, 200GiB or a share. Default: that of common machines with the device.",
-    ),
-]
-Solver = Annotated[str, typer.Option(metavar="NAME", help="best, milp, greedy, uniform or rotor.")]
-Techniques = Annotated[
-    list[str] | None,
-    option(
-        "--technique",
-        metavar="NAME",
-        help="What a plan may do: recompute, offload (let tensors wait in the host's memory), or chunk (run ops in "
-        "slices; gradients are then close, not bit-equal). May be repeated. Default: all that keep gradients "
-        "bit-equal.",
-    ),
-]
-Keep = Annotated[
-    list[str] | None,
-    option(
-        metavar="PATTERN",
-        help="Never discard what these ops or modules made ('aten.topk', '*.router'). May be repeated.",
-    ),
-]
-Never = Annotated[
-    list[str] | None,
-    option(
-        metavar="PATTERN", help="Leave these modules alone altogether ('vision_tower.*'). May be repeated."
-    ),
-]
-Points = Annotated[int, typer.Option(min=2, metavar="N", help="How many budgets the frontier has.")]
-DEVICE = (
-    "What the step will run on: a name (see sacplan devices), a memory size (24GB), cuda, cpu, or the file of a "
-    "DeviceSpec. Default: "
-)
-Device = Annotated[
-    str | None, option(metavar="NAME", help=f"{DEVICE}{DEFAULT_DEVICE}; a saved profile has its own.")
-]
-ACCUM = "Micro-batches whose gradients an optimizer step adds up; --batch is one of them. Default: 1"
-GradAccum = Annotated[int | None, option("--grad-accum", min=1, metavar="N", help=f"{ACCUM}.")]
-ROUTING = "Of a mixture of experts: as many tokens to each, or all to the same ones. Default: balanced"
-Routed = Annotated[Literal["balanced", "worst"] | None, option("--routing", help=f"{ROUTING}.")]
-Compiled = Annotated[
-    list[str] | None,
-    option(
-        "--compile",
-        metavar="PATTERN",
-        help="Of the step as torch.compile runs it: modules that are compiled, each by itself ('model.layers.*'); "
-        "without a pattern the whole model. May be repeated.",
-    ),
-]
+PlanFile = Annotated[str, argument("plan_file")]
+Force = Annotated[bool, option("force")]
+Json = Annotated[bool, option("json")]
+Debug = Annotated[bool, option("debug")]
+Objective = Annotated[Literal["time", "flops"], option("objective", show_default=True)]
+Budget = Annotated[str | None, option("budget", parser=size_in_gib)]
+Headroom = Annotated[str | None, option("headroom")]
+HostBudget = Annotated[str | None, option("host_budget", parser=size_in_gib)]
+Solver = Annotated[str, option("solver", show_default=True)]
+Techniques = Annotated[list[str] | None, option("techniques")]
+Keep = Annotated[list[str] | None, option("keep")]
+Never = Annotated[list[str] | None, option("never")]
+Points = Annotated[int, option("points", show_default=True)]
+Routed = Annotated[Literal["balanced", "worst"] | None, option("routing")]
+Compiled = Annotated[list[str] | None, option("compile")]
 MESH = (
     "dp=2,tp=4: ranks of each axis, the slowest links first. 8, or 8xh100: the best mesh of so many devices"
 )
 Mesh = Annotated[
     str | None,
-    option(
-        metavar="MESH",
-        help=f"Spread the step over ranks: {MESH}. The batch is that of all together, the budget that of each.",
-        rich_help_panel="Several devices",
-    ),
+    option("mesh", f"{MESH}. The batch is that of all together, the budget that of each."),
 ]
-# The help lists options for several devices and for ``hf:`` targets in panels of their own.
-_ranks = functools.partial(option, rich_help_panel="Several devices")
-_hf = functools.partial(option, rich_help_panel="hf: targets")
 
 
 def optimizer_name(text: str) -> str:
@@ -181,87 +132,32 @@ def optimizer_name(text: str) -> str:
 class StepOptions:
     """How to record a step. A field is None if its option is not given."""
 
-    device: Device = None
-    runtime: Annotated[
-        Runtime | None,
-        option(help="Times predicted kernel by kernel, or each distinct op timed here. Default: cost-model."),
-    ] = None
-    trace: Annotated[
-        Run | None,
-        option(
-            help="Record a fake step, which needs no hardware and computes nothing, or a real one here. "
-            "Default: fake."
-        ),
-    ] = None
-    mode: Annotated[
-        Literal["train", "inference"] | None,
-        option(
-            help="Forward, backward and optimizer step, or the forward pass alone, without the target's loss and "
-            "optimizer. Default: train."
-        ),
-    ] = None
-    grad_accum: Annotated[
-        int | None,
-        option("--grad-accum", min=1, metavar="N", help=f"{ACCUM}; with a plan or a saved profile, its own."),
+    device: Annotated[str | None, option("device", f"{DEFAULT_DEVICE}; a saved profile has its own.")] = None
+    runtime: Annotated[Runtime | None, option("runtime")] = None
+    trace: Annotated[Run | None, option("trace")] = None
+    mode: Annotated[Literal["train", "inference"] | None, option("mode")] = None
+    accumulation_steps: Annotated[
+        int | None, option("accumulation_steps", "; with a plan or a saved profile, its own.")
     ] = None
     routing: Routed = None
     compile: Compiled = None
-    world_size: Annotated[
-        int | None,
-        _ranks(
-            min=1,
-            metavar="N",
-            help="Ranks that the step is spread over; batch, budget and peaks are those of one rank. "
-            "Run by DDP (DistributedDataParallel), unless --fsdp-unit is given. Default: 1; a saved profile has its "
-            "own.",
-        ),
-    ] = None
-    fsdp_unit: Annotated[
-        list[str] | None,
-        _ranks(
-            metavar="PATTERN",
-            help="Run by FSDP2: modules on which fully_shard is called ('model.layers.*'); '' is the model itself. "
-            "May be repeated.",
-        ),
-    ] = None
+    world_size: Annotated[int | None, option("world_size")] = None
+    fsdp_unit: Annotated[list[str] | None, option("fsdp_unit")] = None
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """What a recording is made with, as arguments of ``sacplan.profile``, of what is given."""
+        return given(self, "device", "world_size", "fsdp_unit")
 
 
-# The first name is ours. The others are those of training scripts, so that they can be typed by habit.
-BATCH_NAMES, SEQ_NAMES = ("--batch", "--batch-size"), ("--seq", "--seq-len", "--max-seq")
-BATCH = "Samples; also of a target with make_batch. Default: 1, for layouts one for each rank"
-SEQ = "Tokens in a sample, in the longest where they differ. Default: 1024, or fewer if the model has fewer positions"
-DTYPE = "Of parameters and activations: bf16, fp16 or fp32. Default: bfloat16, or float16 for a device that has none"
-OPTIMIZER = (
-    "adamw, adamw-fused (no temporaries), adamw-8bit, paged-adamw-8bit, adafactor, muon, lion, sgd, none or another; "
-    "its state and its step count. Default: adamw"
-)
-FETCH = (
-    "Fetch the config.json of a name that is neither known nor in the local cache from the hub, and no other file. "
-    "Default: ask on a terminal, else do not"
-)
-LORA_HELP = (
-    "Train adapters of PEFT, in float32, and freeze the model: r=16, or r=16,alpha=32,dropout=0.05,"
-    "targets=q_proj+v_proj. The step runs under autocast. Default targets: all linear layers"
-)
-IN_4BIT = "Quantize linear layers as QLoRA does: NF4 of bitsandbytes with double quantization"
-STORAGE = (
-    "Type that 4-bit weights are stored as, with --load-in-4bit. A float, as in recipes for FSDP (bfloat16), lets "
-    "Accelerate shard them; nothing is then made float32. Default: uint8"
-)
+_PARSERS = {"dtype": dtype_name, "optimizer": optimizer_name, "bnb_4bit_quant_storage": storage_name}
 
 
 def _hf_options(after: str) -> dict[str, Any]:
-    """Return an option for each field of ``ModelOptions``; ``after`` ends the help of each."""
+    """Return an option for each field of ``ModelOptions``; ``after`` ends the help of each that a plan can supply."""
+    names = [f.name for f in fields(ModelOptions)]
     return {
-        "batch": _hf(*BATCH_NAMES, min=1, metavar="N", help=BATCH + after),
-        "seq": _hf(*SEQ_NAMES, min=1, metavar="N", help=SEQ + after),
-        "dtype": _hf(metavar="NAME", parser=dtype_name, help=DTYPE + after),
-        "optimizer": _hf(metavar="NAME", parser=optimizer_name, help=OPTIMIZER + after),
-        "attn": _hf(help=f"Attention. Default: what transformers chooses{after}"),
-        "lora": _hf(metavar="r=N", help=LORA_HELP + after),
-        "load_in_4bit": _hf("--load-in-4bit", help=IN_4BIT + after),
-        "bnb_4bit_quant_storage": _hf(metavar="NAME", parser=storage_name, help=STORAGE + after),
-        "fetch": _hf("--fetch/--no-fetch", help=f"{FETCH}."),
+        name: option(name, "." if name == "fetch" else after, parser=_PARSERS.get(name)) for name in names
     }
 
 
@@ -275,28 +171,20 @@ class BudgetOptions:
     """How much memory a step may take on a device, and how it is planned."""
 
     # Not ``Budget``, whose help offers a share of the peak: here are several steps, each with its own peak.
-    budget: Annotated[
-        str | None,
-        option(
-            metavar="SIZE",
-            parser=size_in_gib,
-            help="Peak of the whole step: 22GiB or 24GB (no share: there are several steps). "
-            "Default: the step fits the device, with what torch reserves there.",
-        ),
-    ] = None
-    device: Annotated[str | None, option(metavar="NAME", help=f"{DEVICE}{DEFAULT_DEVICE}.")] = None
+    budget: Annotated[str | None, option("budget_of_steps", parser=size_in_gib)] = None
+    device: Annotated[str | None, option("device", f"{DEFAULT_DEVICE}.")] = None
     headroom: Headroom = None
     solver: Solver = "best"
-    technique: Techniques = None
+    techniques: Techniques = None
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityOptions(BudgetOptions):
     """How to search for a batch size."""
 
-    grad_accum: GradAccum = None
+    accumulation_steps: Annotated[int | None, option("accumulation_steps")] = None
     compile: Compiled = None
-    at_most: Annotated[int | None, option(min=1, metavar="N", help="Try no larger batch.")] = None
+    at_most: Annotated[int | None, option("at_most")] = None
 
 
 def written(options: dict[str, Any]) -> str:
@@ -312,4 +200,5 @@ def named(options: dict[str, Any]) -> str:
 
 
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    flags = _ROWS[name]["flags"]
+    return re.split("[ /]", flags)[0] if flags else f"--{name.replace('_', '-')}"

@@ -135,13 +135,8 @@ def profile_of(source: str, step: o.StepOptions, hf: ModelOptions, plan: Plan | 
             target.loss_fn if train else None,
             target.optimizer if train else None,
             device=spec,
-            runtime=step.runtime or "cost-model",
-            trace=step.trace or "fake",
-            mode=step.mode or "train",
-            accumulation_steps=step.grad_accum or 1,
-            routing=step.routing or "balanced",
-            compile=step.compile,
             ranks=ranks,
+            **step.recorded,
         )
     return Source(profile, target, Origin.of(target))
 
@@ -150,9 +145,7 @@ def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: Mo
     import sacplan
 
     # These options say how to record. They would change nothing in a recording, so they are refused.
-    recorded = {n: getattr(step, n) for n in ("runtime", "trace", "mode", "grad_accum", "routing", "compile")}
-    given = {name: value for name, value in recorded.items() if value is not None} | hf.given()
-    if given:
+    if given := step.recorded | hf.given():
         raise TargetError(
             f"{o.named(given)}: {source} is recorded already. Record another profile with "
             f"sacplan profile TARGET {o.written(given)}."
@@ -256,7 +249,7 @@ def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepO
         runtime=asked.runtime or made.runtime,
         trace=asked.trace or made.trace,
         mode=asked.mode or made.mode,
-        grad_accum=asked.grad_accum or setup.accumulation_steps,
+        accumulation_steps=asked.accumulation_steps or setup.accumulation_steps,
         routing=asked.routing or setup.routing,
         compile=asked.compile or setup.compiled,
     )
@@ -303,12 +296,12 @@ def check_early(
     return {"techniques": resolve_techniques(techniques)} if techniques else {}
 
 
-def check_early_of_device(asked: o.BudgetOptions) -> dict[str, Any]:
+def check_early_of_device(asked: o.BudgetOptions) -> None:
     """Do the same for commands on several steps, which have no one peak that a budget could be a share of."""
     from sacplan.planning.limits import refuse_share
 
     refuse_share(asked.budget)
-    return check_early(asked.budget, asked.solver, asked.technique, asked.headroom)
+    check_early(asked.budget, asked.solver, asked.techniques, asked.headroom)
 
 
 def mesh_of(text: str | None, techniques: Mapping[str, Any]) -> dict[str, Any]:

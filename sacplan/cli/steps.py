@@ -6,8 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from sacplan.cli import options as o
 from sacplan.cli import show, sources
 from sacplan.cli.command import command
@@ -112,30 +110,12 @@ def plan(
 )
 def policy(
     source: o.Source,
-    rule: Annotated[
-        str,
-        typer.Argument(
-            metavar="RULE",
-            help="none, full, selective or chunked-loss; with --mesh ddp, fsdp, megatron or 'fsdp + megatron'.",
-            show_default=False,
-        ),
-    ],
+    rule: Annotated[str, o.argument("rule")],
     *,
     output: Annotated[Path | None, o.output("the plan (.json)")] = None,
-    every: Annotated[
-        str | None,
-        o.option(
-            metavar="K",
-            help="Of selective: a number, to checkpoint every K-th layer; or op, or op-keep-matmuls.",
-        ),
-    ] = None,
-    slices: Annotated[
-        int | None, o.option(min=2, metavar="N", help="Of chunked-loss: in how many slices the loss runs.")
-    ] = None,
-    layers: Annotated[
-        str | None,
-        o.option(metavar="PATTERN", help="The layers ('model.layers.*'). Default: they are found."),
-    ] = None,
+    every: Annotated[str | None, o.option("every")] = None,
+    slices: Annotated[int | None, o.option("slices")] = None,
+    layers: Annotated[str | None, o.option("layers")] = None,
     keep: o.Keep = None,
     never: o.Never = None,
     mesh: o.Mesh = None,
@@ -194,12 +174,8 @@ def verify(
     target: o.Target,
     plan_file: o.PlanFile,
     *,
-    run: Annotated[
-        o.Run, typer.Option(help="A fake step, which needs no hardware, or a real one here, measured.")
-    ] = "fake",
-    grad_accum: Annotated[
-        int | None, o.option("--grad-accum", min=1, metavar="N", help=f"{o.ACCUM}; here, the plan's.")
-    ] = None,
+    run: Annotated[o.Run, o.option("run", show_default=True)] = "fake",
+    grad_accum: Annotated[int | None, o.option("accumulation_steps", "; here, the plan's.")] = None,
     hf: o.PlannedHfOptions,
 ) -> CommandResult:
     """Run one step with a plan applied, and compare its peak with the plan and the budget.

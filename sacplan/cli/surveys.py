@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import typer
 
 from sacplan.cli import options as o
 from sacplan.cli import show, sources
@@ -19,7 +18,7 @@ from sacplan.cli.output import CommandResult, columns_of, note, rows_table, stag
 from sacplan.cli.targets import is_json_file, load_target, users_code
 from sacplan.core.writing import replacing
 from sacplan.errors import InfeasibleBudget
-from sacplan.integrations.hf.target import NAMED, TargetError
+from sacplan.integrations.hf.target import NAMED, TargetError, given
 
 if TYPE_CHECKING:
     from sacplan import Plan
@@ -37,9 +36,7 @@ def frontier(
     source: o.Source,
     *,
     points: o.Points = 8,
-    policies: Annotated[
-        bool, typer.Option("--policies/--no-policies", help="With the policies that people use by hand.")
-    ] = True,
+    policies: Annotated[bool, o.option("policies", show_default=True)] = True,
     objective: o.Objective = "time",
     technique: o.Techniques = None,
     output: Annotated[Path | None, o.output("the table (.csv)")] = None,
@@ -84,28 +81,15 @@ def frontier(
 )
 def report(
     source: o.Source,
-    plan_file: Annotated[
-        str | None, typer.Argument(metavar="PLAN", help="A saved plan of it.", show_default=False)
-    ] = None,
+    plan_file: Annotated[str | None, o.argument("plan_of_source")] = None,
     *,
     output: Annotated[Path | None, o.output("the page (.html)")] = None,
-    png: Annotated[
-        Path | None,
-        o.option(metavar="DIR", help="A directory for the figures, PNG and SVG."),
-    ] = None,
-    snapshot: Annotated[
-        Path | None,
-        o.option(
-            metavar="FILE",
-            help="Where to save a predicted memory snapshot (.pickle), for pytorch.org/memory_viz.",
-        ),
-    ] = None,
+    png: Annotated[Path | None, o.option("png")] = None,
+    snapshot: Annotated[Path | None, o.option("snapshot")] = None,
     budget: o.Budget = None,
     headroom: o.Headroom = None,
     technique: o.Techniques = None,
-    frontier: Annotated[
-        bool, typer.Option("--frontier/--no-frontier", help="With all solvers at several budgets.")
-    ] = True,
+    frontier: Annotated[bool, o.option("frontier", show_default=True)] = True,
     points: o.Points = 8,
     step: o.StepOptions,
     hf: o.PlannedHfOptions,
@@ -225,10 +209,8 @@ def _check_directory(directory: Path | None, *, force: bool) -> None:
 def layouts(
     target: o.Target,
     *,
-    devices: Annotated[int, o.option(min=1, metavar="N", help="How many. Default: 8.")] = 8,
-    search: Annotated[
-        bool, typer.Option("--search", help="Also search for shardings, beside those that have names.")
-    ] = False,
+    devices: Annotated[int, o.option("devices")] = 8,
+    search: Annotated[bool, o.option("search", show_default=True)] = False,
     asked: o.BudgetOptions,
     output: Annotated[Path | None, o.output("the plan of the fastest (.json)")] = None,
     hf: o.HfOptions,
@@ -241,7 +223,7 @@ def layouts(
     import sacplan
 
     check_output(output, "plan", force=force)
-    allowed = sources.check_early_of_device(asked)
+    sources.check_early_of_device(asked)
     spec = sources.device_of(asked.device)
     with stage("loading"):
         if hf.batch is None and target.startswith(NAMED):
@@ -252,14 +234,11 @@ def layouts(
             loaded.model,
             loaded.batch,
             devices,
-            asked.budget,
-            spec,
-            loaded.loss_fn,
-            loaded.optimizer,
-            headroom=asked.headroom,
-            solver=asked.solver,
+            device=spec,
+            loss_fn=loaded.loss_fn,
+            optimizer=loaded.optimizer,
             search=search,
-            **allowed,
+            **given(asked, "device"),
         )
     # ``best`` raises if no layout fits: there is no plan to save then, and one was asked for.
     if output is not None and found.best.plan is not None:
@@ -303,17 +282,12 @@ def _figure(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-_File = Annotated[
-    str, typer.Argument(metavar="FILE", help="A saved plan, or a saved profile.", show_default=False)
-]
-
-
 @command(
     "show",
     "A saved plan or profile, in words.",
     examples=["sacplan show plan.json", "sacplan show profile.json.gz", "sacplan show plan.json --json"],
 )
-def show_file(file: _File) -> CommandResult:
+def show_file(file: Annotated[str, o.argument("saved_file")]) -> CommandResult:
     """Say what a plan does, layer by layer: what is kept, recomputed and runs in slices; or what a profile holds.
 
     Layers that do the same are shown once.

@@ -278,11 +278,8 @@ def _is_model(found: Any) -> bool:
     """Return whether a value is an ``nn.Module`` or a class of them. If torch is not imported, nothing is."""
     torch = sys.modules.get("torch")
     # A target can only have a model if it has imported torch; do not import it for this.
-    if torch is None:
-        return False
-    return isinstance(found, torch.nn.Module) or (
-        inspect.isclass(found) and issubclass(found, torch.nn.Module)
-    )
+    kind = found if inspect.isclass(found) else type(found)
+    return torch is not None and issubclass(kind, torch.nn.Module)
 
 
 def _name_of(found: Any) -> str:

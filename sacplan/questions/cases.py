@@ -35,7 +35,7 @@ from sacplan.planning.request import Request
 from sacplan.profiling.optimizers import OptimizerStep, program_with_optimizer, with_optimizer
 from sacplan.profiling.profile import Profile
 from sacplan.questions.batch_sizes import leaving_bytes
-from sacplan.questions.largest import largest, largest_within
+from sacplan.questions.largest import largest_within
 from sacplan.questions.scaled import Sized, sized
 from sacplan.questions.verdict import FitRow
 from sacplan.questions.ways import AS_IT_IS, PLAN, Way
@@ -331,14 +331,12 @@ class Case:
 
     def _largest_run(self, axis: SizeAxis, made: _Choice) -> int:
         """Return the largest size that fits with a plan, each recorded compiled and run with it: some four of them."""
-        over: dict[int, int] = {}
 
-        def look(n: int) -> None:
+        def over(n: int) -> int:
             program = self._program(made, axis.record(n * axis.unit))
-            over[n] = self.room.needs(program) - self.room.n_bytes
+            return self.room.needs(program) - self.room.n_bytes
 
-        look(axis.asked // axis.unit)
-        return axis.unit * largest(over, look, axis.most, lambda excess: excess <= 0, float)
+        return axis.unit * largest_within(over, axis.most, axis.asked // axis.unit)
 
     def _fits_at(self, step: Profile, made: list[_Choice]) -> bool:
         return any(self._program(one, step).footprint.peak_bytes <= self.room.n_bytes for one in made)

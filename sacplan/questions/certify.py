@@ -49,7 +49,7 @@ from sacplan.planning.request import Request
 from sacplan.profiling.profile import Profile
 from sacplan.questions.batch_sizes import Recordings
 from sacplan.questions.certificate import BatchAt, Certificate, Setting, ShapePlan, WholeRun
-from sacplan.questions.largest import largest
+from sacplan.questions.largest import largest_within
 from sacplan.questions.lengths import Drawing, Shape, read_shapes, shape_of_batch
 from sacplan.questions.scaled import SizedStep
 from sacplan.record.longest import is_loader
@@ -392,17 +392,19 @@ class _Runs:
         if drawing.tokens is not None:
             smallest, unit = drawing.largest, max(1, drawing.tokens // _TOKEN_STEPS)
 
-        def look(n: int) -> None:
+        def over(n: int) -> int:
+            if not n:  # an empty device
+                return -self.room.n_bytes
             shapes = drawing.of_size(smallest + (n - 1) * unit).shapes()
             # Runs of small batches are long: none is played whose largest step is too much by itself.
             needs = self._step(max(shapes, key=lambda s: (math.prod(s), s[1:])), None).peak_bytes
             if needs <= self.room.n_bytes:
                 needs = self._played(shapes, self._of(), self._settings[0], whole=False).needs
-            excess[n] = needs - self.room.n_bytes
+            return needs - self.room.n_bytes
 
-        limit, excess = max(1, (drawing.size - smallest) // unit), {0: -self.room.n_bytes}
-        look(limit)  # the search goes down from there, along the line from an empty device
-        found = largest(excess, look, limit, lambda over: over <= 0, float)
+        limit = max(1, (drawing.size - smallest) // unit)
+        # The search goes down from the limit, along the line from an empty device.
+        found = largest_within(over, limit, 0, limit)
         return smallest + (found - 1) * unit if found else 0
 
     def certificate(self, buckets: int) -> Certificate:

@@ -56,9 +56,9 @@ def largest(
         look(min(max(guess, low + 1), last))
 
 
-def largest_within(excess: Callable[[int], int], limit: int) -> int:
-    """Return the largest size at which ``excess`` is not positive, as ``largest`` finds it."""
-    looked: dict[int, int] = {}
+def largest_within(excess: Callable[[int], int], limit: int, *first: int) -> int:
+    """Return the largest size at which ``excess`` is not positive, as ``largest`` finds it; ``first`` come first."""
+    looked = {n: excess(n) for n in first}
     return largest(looked, lambda n: looked.update({n: excess(n)}), limit, lambda found: found <= 0, float)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from sacplan.core.budget import format_bytes
+from sacplan.core.derived import derived
 from sacplan.core.elements import StorageKind
 from sacplan.core.program import Patch
 from sacplan.distributed.ranks.ranks import FSDP2, Ranks, layers_of
@@ -38,7 +39,7 @@ _OF_SHARDS = (StorageKind.PARAMETER, StorageKind.GRADIENT, StorageKind.OPTIMIZER
 _MOST_DEVICES = 2**16  # more is a slip of the pen
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Arrangement:
     """One way to run a step on several devices.
 
@@ -67,8 +68,6 @@ class RankRows:
     # Arrangements whose smallest peak is not in the optimizer's step.
     _bound_elsewhere: set[str] = field(default_factory=set)
     _cases: dict[tuple[str, str], tuple[Arrangement, Case]] = field(default_factory=dict)  # and optimizer
-    # By arrangement, optimizer and batch.
-    _recorded: dict[tuple[str, str, int], Profile] = field(default_factory=dict)
 
     def rows(self) -> list[FitRow]:
         """Return the rows: for each arrangement as it is, and with a plan where it does not fit so.
@@ -169,17 +168,14 @@ class RankRows:
     @property
     def any_step(self) -> Profile:
         """The step of a rank that has been recorded."""
-        return next(iter(self._recorded.values()))
+        return next(iter(self._cases.values()))[1].step
 
+    @derived
     def _rank(self, one: Arrangement, name: str, batch: int) -> Profile:
         """Return the step of a rank with so many samples for each device."""
-        key, given = (one.name, name, batch), self.asked
-        if key not in self._recorded:
-            samples = batch if one.ranks.sharding is None else batch * given.devices
-            self._recorded[key] = given.recordings.at(
-                samples, given.seq, optimizer=given.makes[name], ranks=one.ranks
-            )
-        return self._recorded[key]
+        given = self.asked
+        samples = batch if one.ranks.sharding is None else batch * given.devices
+        return given.recordings.at(samples, given.seq, optimizer=given.makes[name], ranks=one.ranks)
 
     @staticmethod
     def shards_whole(one: Arrangement, name: str) -> bool:

@@ -26,7 +26,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -62,16 +62,11 @@ class Sized:
 
     sizes: tuple[int, int]
     profiles: tuple[Profile, Profile]
-    _made: dict[int, Profile] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _peaks: dict[Hashable, Peaks] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    @derived
     def at(self, n: int) -> Profile:
         """Return the step at a size: the recording if there is one, otherwise a computed one, which is kept."""
-        if n in self.sizes:
-            return self.profiles[self.sizes.index(n)]
-        if n not in self._made:
-            self._made[n] = self._computed(n)
-        return self._made[n]
+        return self.profiles[self.sizes.index(n)] if n in self.sizes else self.computed(n)
 
     @cached_property
     def whole_each(self) -> int:
@@ -80,7 +75,8 @@ class Sized:
         slopes = {j - i for x, y in zip(a, b, strict=True) for i, j in zip(x.shape, y.shape, strict=True)}
         return abs(second - first) // math.gcd(second - first, *slopes)
 
-    def _computed(self, n: int) -> Profile:
+    def computed(self, n: int) -> Profile:
+        """Return the step at a size, computed and not kept."""
         a, b = (one.recorded for one in self.profiles)
         line = self._line(n)
         tensors = tuple(_tensor(x, y, line) for x, y in zip(a.tensors, b.tensors, strict=True))
@@ -99,6 +95,7 @@ class Sized:
         (first, second), exact = self.sizes, (n - self.sizes[0])
         return lambda x, y: x + (y - x) * exact / (second - first)
 
+    @derived
     def peaks(self, decisions: tuple[Decision, ...], degree: int) -> Peaks:
         """Return the bytes at each op, with a plan, as polynomials in the size. They are kept.
 
@@ -110,12 +107,6 @@ class Sized:
         Raises:
             PlanError: The plan rewrites the step to different ops at another size.
         """
-        key = decisions, degree
-        if key not in self._peaks:
-            self._peaks[key] = self._polynomials(decisions, degree)
-        return self._peaks[key]
-
-    def _polynomials(self, decisions: tuple[Decision, ...], degree: int) -> Peaks:
         # A polynomial of this degree goes through degree + 1 points. The third size is computed, not recorded.
         at = (*self.sizes, 2 * max(self.sizes))[: degree + 1]
         programs = [self.at(n).with_plan(decisions) for n in at]
@@ -231,7 +222,7 @@ class SizedStep:
         if shape[i] in self._values[i] or (i == 0 and shape[0] == 1):
             return self._along(shape, i - 1)
         line = self._lines((*shape[:i], first, *shape[i + 1 :]), i)
-        return None if line is None or (shape[i] - first) % line.whole_each else line._computed(shape[i])
+        return None if line is None or (shape[i] - first) % line.whole_each else line.computed(shape[i])
 
     @cached_property
     def _lines(self) -> Callable[[tuple[int, ...], int], Sized | None]:

@@ -36,8 +36,13 @@ def cached(name: str) -> Path | None:
     found = huggingface_hub.try_to_load_from_cache(name, FILE, cache_dir=constants.HF_HUB_CACHE)
     if isinstance(found, str):
         return Path(found)
-    folder = Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "snapshots")
-    return max(folder.glob(f"*/{FILE}"), key=lambda path: (path.stat().st_mtime, path), default=None)
+    return newest_in(Path(constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}"))
+
+
+def newest_in(folder: Path) -> Path | None:
+    """Return the newest configuration in a model's folder of the cache, ``models--org--name``; None if it has none."""
+    snapshots = folder.glob(f"snapshots/*/{FILE}")
+    return max(snapshots, key=lambda path: (path.stat().st_mtime, path), default=None)
 
 
 def fetched(name: str) -> Path:

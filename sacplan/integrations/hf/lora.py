@@ -92,7 +92,8 @@ def adapted(
     ``bf16=True``; in float32 there is none.
 
     Raises:
-        TargetError: ``lora`` cannot be read, the model has no such layers, or there is a ``storage`` of no 4-bit ones.
+        TargetError: ``lora`` cannot be read, or there is a ``storage`` and no 4-bit layer.
+        TraceError: as for ``with_lora``, such as for a model without layers of these names.
     """
     if storage is not None and not load_in_4bit:
         raise TargetError(
@@ -110,8 +111,5 @@ def adapted(
             bnb_4bit_compute_dtype=dtype,
             bnb_4bit_quant_storage=storage,
         )
-    try:
-        made = with_lora(model, config, quantization)
-    except ValueError as error:  # PEFT finds no layers of these names
-        raise TargetError(f"--lora {lora}: {error}") from error
+    made = with_lora(model, config, quantization)
     return made, None if dtype == torch.float32 else AutocastLoss(dtype)

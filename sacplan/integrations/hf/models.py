@@ -283,9 +283,7 @@ def _file_in(path: Path) -> Path:
         return path
     if (path / "config.json").is_file():
         return path / "config.json"
-    # models--org--name, as people copy it from ~/.cache/huggingface/hub
-    snapshots = path.glob("snapshots/*/config.json")
-    newest = max(snapshots, key=lambda one: (one.stat().st_mtime, one), default=None)
+    newest = hub.newest_in(path)  # as people copy it from ~/.cache/huggingface/hub
     if newest is None:
         raise TargetError(f"{path} has no config.json.")
     return newest

@@ -26,6 +26,12 @@ def hinted(error: _Error, *hints: str) -> _Error:
     return error
 
 
+def given(group: Any, *without: str) -> dict[str, Any]:
+    """Return the options of a group that are given, by field. None means "not given"."""
+    found = {f.name: getattr(group, f.name) for f in fields(group) if f.name not in without}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """How to make a model. A field is None if it is not asked for; ``fetch`` is whether its configuration may be."""
@@ -42,10 +48,8 @@ class ModelOptions:
 
     def given(self) -> dict[str, Any]:
         """Return the options that were given, by name, but for ``fetch``: it does not change what is made."""
-        # None means "not given", which is why defaults are in ``DEFAULTS`` and not in the fields: a default must not
-        # override what a plan's file says.
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "fetch"}
-        return {name: value for name, value in values.items() if value is not None}
+        # Defaults are in ``DEFAULTS`` and not in the fields: a default must not override what a plan's file says.
+        return given(self, "fetch")
 
 
 # Only what a model cannot be made without. All other options do nothing unless they are given.
