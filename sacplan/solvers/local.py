@@ -97,9 +97,8 @@ def descend(
         )
     start = start or {}
     taken = first + np.array([start.get(choice, 0) for choice in range(len(first))])
-    scales = problem.scales
+    scales, priced = problem.scales, problem.priced
     excess = problem.excess(start)
-    priced = problem.priced
     totals, priced_uses = problem.total(start)[priced], uses[:, priced]
     best, least = taken.copy(), np.inf
     # Most moves cost more, so a choice makes fewer moves than it has options. Moves that cost nothing could go round in
@@ -119,10 +118,9 @@ def descend(
         # What is freed below the limit is of no use for this row, so it must not make a move look cheap.
         if not beyond:
             freed = np.minimum(freed, excess[at])
-        more = costs - costs[now]
-        if len(priced):
-            more += problem.over_cost(totals + priced_uses - priced_uses[now]) - problem.over_cost(totals)
-        worth = (freed > 0) & allowed
+        more, worth = costs - costs[now], (freed > 0) & allowed
+        after = totals + priced_uses[worth] - priced_uses[now[worth]]
+        more[worth] += problem.over_cost(after) - problem.over_cost(totals)
         dearer = more > 0
         price = np.full(len(costs), np.inf)
         np.divide(more, freed, out=price, where=worth)

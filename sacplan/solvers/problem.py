@@ -166,7 +166,9 @@ class Problem:
 
     def over_cost(self, totals: Amounts) -> Costs:
         """Return the price of uses (... x priced rows) that are over their limits."""
-        return np.asarray(np.maximum(totals - self.limits[self.priced], 0) @ self._prices)
+        over = np.maximum(totals - self.limits[self.priced], 0)
+        # Not a matrix product, whose rounding depends on how many uses there are.
+        return np.asarray((over * self._prices).sum(axis=-1))
 
     def tightest(self, picks: Picks) -> int:
         """Return the row with the largest excess relative to the scale of its resource."""
