@@ -33,8 +33,9 @@ class ByHand:
 
     def proposals(self, step: PlanStep, budget_bytes: int) -> Iterator[tuple[Decision, ...]]:
         """Yield for each way sets of decisions with more and more blocks, until a step holds the budget."""
+        leaving = tuple(name for name in self.techniques if TECHNIQUES[name].takes_host)
+        found = regions(step, 1, leaving) if leaving else []
         layers = [fqn for run in runs_of(step.program) for fqn in run]
-        found = regions(step, 1, ("offload",))
         # Weights are regions without ops.
         blocks = [r for r in found if not r.members and any(f"{r.unit}.".startswith(f"{f}.") for f in layers)]
         bases: list[tuple[Decision, ...]] = [()]
@@ -61,7 +62,8 @@ def _least(
         way = ways[more[0]]
         # A weight leaves in the unit that is checkpointed, since units do not nest.
         units = dict.fromkeys((*units_of(way), *(unit for one in base for unit in one.units)))
-        decisions = (*base, *TECHNIQUES["offload"].decisions(program, way, units))
+        swapped = (TECHNIQUES[name].decisions(program, way, units) for name in {o.technique for _, o in way})
+        decisions = (*base, *(one for some in swapped for one in some))
         yield decisions
         over = Candidate(step, decisions, "feasible").footprint.peak_bytes - budget_bytes
         enough = freed[more[0]] + over

@@ -92,7 +92,7 @@ class Request:
             max(0, host_bytes - taken),  # what is left for a plan
         )
         basis = Basis(step, profile.fingerprint, names)
-        by_hand = ByHand(names) if self.solver == "best" and "offload" in names else None
+        by_hand = ByHand(names) if self.solver == "best" else None
         return Planner(basis, solvers, last if usable else None, crowded, by_hand)
 
 
