@@ -110,10 +110,8 @@ def op_costs(program: Program, objective: Objective) -> tuple[float, ...]:
 def backward_ops(program: Program) -> Mapping[int, Sequence[int]]:
     """Return by forward op the ops of its gradient, in the order in which they run; worked out once."""
     found: dict[int, list[int]] = defaultdict(list)
-    ran = (
-        arg for code, arg in program.events if code == Event.OP
-    )  # slices may have taken the place of some ops
-    for i in ran:
+    # Not all ops are among the events: slices may have taken the place of some.
+    for i in (arg for code, arg in program.events if code == Event.OP):
         op = program.ops[i]
         if op.phase is Phase.BACKWARD and op.forward_of >= 0:
             found[op.forward_of].append(i)
