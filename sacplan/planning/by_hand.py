@@ -19,7 +19,7 @@ from sacplan.planning.candidate import Candidate
 from sacplan.planning.checkpoints import discarded_in, everything, runs_of
 from sacplan.techniques.base.regions import Option, Region, units_of
 from sacplan.techniques.base.step import PlanStep
-from sacplan.techniques.registry import TECHNIQUES, regions, rewritten
+from sacplan.techniques.registry import TECHNIQUES, by_technique, regions, rewritten
 
 _Taken = list[tuple[Region, Option]]
 
@@ -35,15 +35,16 @@ class ByHand:
         """Yield for each way sets of decisions with more and more blocks, until a step holds the budget."""
         leaving = tuple(name for name in self.techniques if TECHNIQUES[name].takes_host)
         found = regions(step, 1, leaving) if leaving else []
-        layers = [fqn for run in runs_of(step.program) for fqn in run]
+        layers = [fqn for run in (runs_of(step.program) if found else ()) for fqn in run]
         # Weights are regions without ops.
         blocks = [r for r in found if not r.members and any(f"{r.unit}.".startswith(f"{f}.") for f in layers)]
-        bases: list[tuple[Decision, ...]] = [()]
-        if "recompute" in self.techniques:
-            discarded = (discarded_in(step.program, fqn, everything, step.pins) for fqn in layers)
-            bases.append(as_decisions({unit: sites for one in discarded for unit, sites in one.items()}))
+        if not blocks:
+            return
+        discarded = (discarded_in(step.program, fqn, everything, step.pins) for fqn in layers)
+        checkpointed = as_decisions({unit: sites for one in discarded for unit, sites in one.items()})
+        may = all(technique.name in self.techniques for technique, _ in by_technique(checkpointed))
         n = len(blocks)
-        for base, ahead in product(bases, (min, max)) if blocks else ():
+        for base, ahead in product([(), checkpointed] if may else [()], (min, max)):
             swaps = [(block, _all_weights(block, ahead)) for block in blocks]
             first = [swaps[:i] for i in range(n + 1)]
             last = [swaps[n - i :] for i in range(n + 1)]
@@ -62,8 +63,8 @@ def _least(
         way = ways[more[0]]
         # A weight leaves in the unit that is checkpointed, since units do not nest.
         units = dict.fromkeys((*units_of(way), *(unit for one in base for unit in one.units)))
-        swapped = (TECHNIQUES[name].decisions(program, way, units) for name in {o.technique for _, o in way})
-        decisions = (*base, *(one for some in swapped for one in some))
+        names = dict.fromkeys(option.technique for _, option in way)
+        decisions = sum((TECHNIQUES[name].decisions(program, way, units) for name in names), base)
         yield decisions
         over = Candidate(step, decisions, "feasible").footprint.peak_bytes - budget_bytes
         enough = freed[more[0]] + over

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -10,7 +9,7 @@ from sacplan.core.budget import format_bytes
 from sacplan.core.sections import Section
 from sacplan.planning.limits import EXPANDABLE_SEGMENTS
 from sacplan.planning.plan import Plan
-from sacplan.questions.lengths import Shape
+from sacplan.questions.lengths import Shape, fits_in
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,7 +44,7 @@ class ShapePlan(NamedTuple):
 
     def holds(self, shape: Shape) -> bool:
         """Whether the plan is for a batch of this shape."""
-        return any(all(map(operator.le, shape, one)) for one in self.shapes)
+        return any(fits_in(shape, one) for one in self.shapes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

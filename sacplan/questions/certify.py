@@ -50,7 +50,7 @@ from sacplan.profiling.profile import Profile
 from sacplan.questions.batch_sizes import Recordings
 from sacplan.questions.certificate import BatchAt, Certificate, Setting, ShapePlan, WholeRun
 from sacplan.questions.largest import largest_within
-from sacplan.questions.lengths import Drawing, Shape, read_shapes, shape_of_batch
+from sacplan.questions.lengths import Drawing, Shape, fits_in, read_shapes, shape_of_batch
 from sacplan.questions.scaled import SizedStep
 from sacplan.record.longest import is_loader
 from sacplan.record.step import LossFn, check_accumulation, loss_or_default
@@ -201,10 +201,6 @@ class _Step:
     changes: Changes
     peak_bytes: int
     cost: tuple[float, int, int]
-
-
-def _is_inside(shape: Shape, other: Shape) -> bool:
-    return shape != other and all(map(operator.le, shape, other))
 
 
 @dataclass(frozen=True)
@@ -367,7 +363,8 @@ class _Runs:
             below, found = 0, []
             for edge in edges:
                 inside = [one for one in self._distinct if below < self._extent(one) <= edge]
-                shapes = tuple(one for one in inside if not any(_is_inside(one, other) for other in inside))
+                # Each fits in itself.
+                shapes = tuple(one for one in inside if sum(fits_in(one, other) for other in inside) == 1)
                 plan = self._plan(self._largest_of(inside), budget_bytes)
                 # ``apply`` chooses by the calls that a plan was made for.
                 calls = (call for one in shapes for call in self.steps.at(*one).fingerprint.calls)

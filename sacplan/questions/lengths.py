@@ -8,6 +8,7 @@ one size, its tokens, or several: the height and width of an image, or tokens, h
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -26,6 +27,11 @@ _MOST = 2**24
 
 Shape: TypeAlias = tuple[int, ...]
 """A batch: how many samples it has, and the sizes to which all of them are padded."""
+
+
+def fits_in(shape: Shape, other: Shape) -> bool:
+    """Whether a batch is nowhere larger than another one."""
+    return all(map(operator.le, shape, other))
 
 
 @dataclass(frozen=True, slots=True)

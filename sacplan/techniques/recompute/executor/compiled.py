@@ -33,7 +33,6 @@ import contextlib
 import functools
 import sys
 from collections import defaultdict
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -140,22 +139,21 @@ def _contexts(tags: Tags) -> Any:
 
 
 _broken: WeakSet[TaggedForward] = WeakSet()
-"""Units in which the graph broke, in any step."""
+"""Units in which the graph broke, until that is said: those of another model would be taken for this one's."""
 
 
-class _Broken(AbstractContextManager[None]):
+class _Broken(contextlib.nullcontext[None]):
     """The context in which such a unit would run again; by then the forward pass has met all of them."""
 
     def __enter__(self) -> None:
+        units = frozenset(planned.fqn for planned in _broken)
+        _broken.clear()
         raise NotInGraph(
             "torch.compile broke the graph inside a unit of the plan, so the plan cannot be kept there. "
             "Compile with fullgraph=True to see where, and remove the break; or leave the unit's module "
             "uncompiled, with torch.compiler.disable, and the plan is kept as in an eager step.",
-            frozenset(planned.fqn for planned in _broken),
+            units,
         )
-
-    def __exit__(self, *_: object) -> None:
-        return
 
 
 def _traced_module() -> str:
