@@ -33,7 +33,7 @@ RunWith = Callable[[Sequence[Any], Mapping[str, Any], torch.Generator], Any]
 """Runs an op with (args, kwargs) on a generator."""
 
 _MOST_MOVES = 4096
-_TRIES = 8
+_TRIES = 512  # while two threads take turns, each draw of one is mixed up with the other's: hundreds in a row
 _STATE_WORDS = 624  # of the Mersenne Twister on a CPU: it counts its draws down within as many
 # Ops whose number of draws on a CPU does not depend on the values that they read or draw. On CUDA that holds for all.
 _STEADY = aten_names(
@@ -81,8 +81,10 @@ class Draw:
             return True  # exactly as far as a call of this kind moves it
         run_with = _runner(func)
         if run_with is None:
-            # It takes no generator, so running it to find out would draw from the program's. A distance that is not
-            # known yet is given the benefit of the doubt: ``again`` compares the digest, and raises.
+            # It takes no generator, so running it to find out draws from the program's: once, if its distance can be
+            # learned. If it cannot, the draw is given the benefit of the doubt: ``again`` compares, and raises.
+            if self._kind is not None and expected is None:
+                return self._on_the_programs_own(func, args, kwargs)[0]
             return expected is None or moved == expected
         if func._schema.name.endswith("_"):
             args = (torch.empty_like(args[0]), *args[1:])  # the trial must not write the program's tensor
@@ -95,20 +97,24 @@ class Draw:
     def again(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         """Run the op on the numbers that it drew. Return whether it reached the same state, and its output.
 
-        An op that takes no generator runs on the program's own, whose state is put back. Another thread may draw in
-        between, so that is tried a few times.
+        An op that takes no generator runs on the program's own, whose state is put back.
         """
-        generator, before = self._generator, self._before
-        if isinstance(before, FakeTensor):
-            room = generator.get_state()
+        if isinstance(self._before, FakeTensor):
+            room = self._generator.get_state()
             out = func(*args, **kwargs)
             del room
-            generator.get_state()
+            self._generator.get_state()
             return True, out
         run_with = _runner(func)
         if run_with is not None:
             return self._leads_to_end(run_with, args, kwargs)
-        out = None
+        return self._on_the_programs_own(func, args, kwargs)
+
+    def _on_the_programs_own(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[bool, Any]:
+        """Run the op on the program's generator. Another thread may draw in between, so that is tried again."""
+        generator, before, out = self._generator, self._before, None
         for _ in range(_TRIES):
             now = generator.get_state()
             generator.set_state(before)
