@@ -84,7 +84,6 @@ class _Answer:
 def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _Answer:
     import sacplan
     from sacplan.cli.answers import fit_answer
-    from sacplan.core.progress import stages_go_to
     from sacplan.integrations.hf.models import positions
     from sacplan.questions.on_ranks import read_devices
 
@@ -98,16 +97,7 @@ def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _A
         optimizer = None if loaded.facts["optimizer"] == "none" else loaded.facts["optimizer"]
     # No sequence beyond the model's positions is tried: it could not run.
     most = None if seq is None else positions(loaded.model)
-    known: list[str] = []  # the verdict, as soon as it is known: shown while the largest sizes are looked for
-
-    def show(stage: str) -> None:
-        say(" ".join((*known, f"{stage} ...")))
-
-    with (
-        stage("recording and planning", long=True) as say,
-        stages_go_to(show),
-        users_code(f"the step of {target}"),
-    ):
+    with stage("recording and planning", long=True), users_code(f"the step of {target}"):
         found = sacplan.fit(
             loaded.model,
             make_batch if seq is None else functools.partial(of_length, make_batch, seq),
@@ -120,7 +110,6 @@ def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _A
             longest=most,
             name=_named(target, hf),
             **given(asked, "device", "devices", *_OMITTED),
-            on_verdict=lambda verdict: known.append(verdict.sentence),
         )
     more = [] if asked.routing is None else ["--routing", asked.routing]
     more += [word for pattern in asked.compile or () for word in ("--compile", pattern)]

@@ -116,7 +116,9 @@ def show_warning(
 
 @contextlib.contextmanager
 def stage(name: str, *, long: bool = False) -> Iterator[Callable[[str], None]]:
-    """Show on stderr which stage is running, and what ``begins`` in it. Yields a function that reports progress.
+    """Show on stderr which stage is running, what ``begins`` in it, and what ``is_known`` already.
+
+    Yields a function that reports progress.
 
     Args:
         name: of the stage.
@@ -126,14 +128,15 @@ def stage(name: str, *, long: bool = False) -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         if long:
             say(f"{name} ...")
-        yield lambda text: None
+        with stages_go_to(None, say):
+            yield lambda text: None
         return
     with _console(stderr=True).status(f"{name} ...", spinner="line") as status:
 
         def show(text: str) -> None:
             status.update(f"{name} ... {text}")
 
-        with stages_go_to(show):
+        with stages_go_to(show, say):
             yield show
 
 

@@ -1,4 +1,4 @@
-"""Say which stage of a long call runs, to whoever listens, such as the command line."""
+"""Say which stage of a long call runs, and what is known already, to whoever listens, such as the command line."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 _listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
+_reader: ContextVar[Callable[[str], None] | None] = ContextVar("reader", default=None)
 
 
 @contextlib.contextmanager
-def stages_go_to(listener: Callable[[str], None]) -> Iterator[None]:
-    """Have ``begins`` call a function."""
-    token = _listener.set(listener)
+def stages_go_to(
+    listener: Callable[[str], None] | None, reader: Callable[[str], None] | None = None
+) -> Iterator[None]:
+    """Have ``begins`` call the listener, and ``is_known`` the reader."""
+    tokens = _listener.set(listener), _reader.set(reader)
     try:
         yield
     finally:
-        _listener.reset(token)
+        _listener.reset(tokens[0])
+        _reader.reset(tokens[1])
 
 
 def begins(stage: str) -> None:
@@ -24,3 +28,10 @@ def begins(stage: str) -> None:
     listener = _listener.get()
     if listener is not None:
         listener(stage)
+
+
+def is_known(line: str) -> None:
+    """Say a part of the answer before all of it is known, in one line; nothing happens where nobody reads."""
+    reader = _reader.get()
+    if reader is not None:
+        reader(line)
