@@ -367,7 +367,7 @@ class _Runs:
                 shapes = tuple(one for one in inside if sum(fits_in(one, other) for other in inside) == 1)
                 plan = self._plan(self._largest_of(inside), budget_bytes)
                 # ``apply`` chooses by the calls that a plan was made for.
-                calls = (call for one in shapes for call in self.steps.at(*one).fingerprint.calls)
+                calls = (call for one in shapes for call in self.steps.at(*one).fingerprint.calls_or_batch)
                 fingerprint = msgspec.structs.replace(plan.fingerprint, calls=tuple(dict.fromkeys(calls)))
                 found.append(ShapePlan(shapes, msgspec.structs.replace(plan, fingerprint=fingerprint)))
                 below = edge
