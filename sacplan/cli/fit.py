@@ -125,10 +125,18 @@ def _named(target: str, hf: ModelOptions) -> str:
     return ", ".join([name, *adapters, *(["4-bit weights"] if hf.load_in_4bit else [])])
 
 
-def of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: int) -> Any:
-    """Return a batch whose sequences have another length. It holds zeros: only shapes matter to the recording."""
+def of_length(make_batch: Callable[[int], Any], seq: int | None, batch: int, *sizes: int) -> Any:
+    """Return a batch with another length of its sequences, height and width of its images, or all three.
+
+    It holds zeros: only shapes matter to the recording.
+    """
+    length, image = sizes[0], sizes[len(sizes) % 2 :]
 
     def resized(tensor: Any) -> Any:
+        if image and tensor.dim() == 4:  # samples x channels x height x width
+            return tensor.new_zeros(*tensor.shape[:2], *image)
+        if len(sizes) == 2:
+            return tensor
         # Any dimension of this size is taken for the sequence, except the first: a batch may be just as large.
         shape = [length if d > 0 and n == seq else n for d, n in enumerate(tensor.shape)]
         return tensor.new_zeros(shape)

@@ -14,8 +14,9 @@ from sacplan.questions.lengths import Shape, fits_in
 if TYPE_CHECKING:
     import pandas as pd
 
-Setting: TypeAlias = Literal["default", "expandable", "none"]
-"""How the allocator is set; none where the sum of the tensors decides."""
+Setting: TypeAlias = Literal["default", "expandable", "emptied", "none"]
+"""How the allocator is set. "emptied": default, with ``torch.cuda.empty_cache()`` after each batch; "none" where the sum
+of the tensors decides."""
 
 
 class BatchAt(NamedTuple):
@@ -63,7 +64,8 @@ class WholeRun:
             the first batch over the limit.
         left_share: Share of the device's memory that the run never reserves, rounded down; None if it does not fit, or
             the device is not the limit. So much an inference engine may have that stays on the device beside the
-            trainer, as vLLM's ``gpu_memory_utilization``.
+            trainer, as vLLM's ``gpu_memory_utilization``. Where the cache is emptied, between two batches: for an engine
+            that sleeps while the trainer steps.
         retries: How often torch gives cached segments back, with the default settings. The run goes on, but each time
             costs a synchronization and new segments.
         run_ms, added_ms: Predicted time of all steps, evaluations included, and what the plans add to it.
@@ -169,6 +171,8 @@ class Certificate:
         found = []
         if any(row.fits and row.allocator == "expandable" for row in self.rows if row.way == "as it is"):
             found.append(f"It fits with {EXPANDABLE_SEGMENTS}.")
+        if any(row.fits and row.allocator == "emptied" for row in self.rows if row.way == "as it is"):
+            found.append("It fits with torch.cuda.empty_cache() after each batch.")
         if self.largest is not None:
             what = "batch" if self.tokens is None else "budget of tokens"
             found.append(
@@ -186,8 +190,9 @@ class Certificate:
 
     def in_words(self) -> Section:
         """Return the answer, for people."""
-        settings = {"default": "", "expandable": ", expandable segments", "none": ""}
-        rows = [(f"{row.way}{settings[row.allocator]}", row.said) for row in self.rows]
+        settings = {"expandable": ", expandable segments", "emptied": ", cache emptied"}
+        shown = (row for row in self.rows if row.allocator != "emptied" or not self.fits)
+        rows = [(f"{row.way}{settings.get(row.allocator, '')}", row.said) for row in shown]
         rows.insert(0, ("limit", format_bytes(self.rows[0].limit_bytes)))
         title = f"{self.model} on {self.device}: {self.steps:,} batches of {self.shapes:,} shapes"
         return Section(title, (*rows, *(("", said) for said in self.advice)))
