@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Setting: TypeAlias = Literal["default", "expandable", "emptied", "none"]
-"""How the allocator is set. "emptied": default, with ``torch.cuda.empty_cache()`` after each batch; "none" where the sum
-of the tensors decides."""
+"""How the allocator is set; none where the sum of the tensors decides.
+
+"emptied" is "default" with ``torch.cuda.empty_cache()`` after each batch.
+"""
 
 
 class BatchAt(NamedTuple):
@@ -64,8 +66,8 @@ class WholeRun:
             the first batch over the limit.
         left_share: Share of the device's memory that the run never reserves, rounded down; None if it does not fit, or
             the device is not the limit. So much an inference engine may have that stays on the device beside the
-            trainer, as vLLM's ``gpu_memory_utilization``. Where the cache is emptied, between two batches: for an engine
-            that sleeps while the trainer steps.
+            trainer, as vLLM's ``gpu_memory_utilization``. Where the cache is emptied: what is left between two
+            batches, for an engine that sleeps while the trainer steps.
         retries: How often torch gives cached segments back, with the default settings. The run goes on, but each time
             costs a synchronization and new segments.
         run_ms, added_ms: Predicted time of all steps, evaluations included, and what the plans add to it.

@@ -304,7 +304,12 @@ class _Runs:
                     break
         allocated, reserved = most
         reserved_bytes, reserved_at = reserved if reserves else (None, None)
-        left = math.floor(100 * (room - (idle or needs)) / (room + sum(one.n_bytes for one in self.room.outside))) / 100
+        left = (
+            math.floor(
+                100 * (room - (idle or needs)) / (room + sum(one.n_bytes for one in self.room.outside))
+            )
+            / 100
+        )
         return WholeRun(
             allocator=setting, limit_bytes=room, needs=needs, allocated_bytes=allocated[0], allocated_at=allocated[1],
             reserved_bytes=reserved_bytes, reserved_at=reserved_at, breaks_at=breaks_at, retries=allocator.retries,

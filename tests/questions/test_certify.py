@@ -406,8 +406,8 @@ def test_what_is_left_beside_a_run() -> None:
         outside = spec.memory_bytes - row.limit_bytes
         for share, fits in ((row.left_share, True), (row.left_share + 0.01, False)):
             assert (outside + row.needs + share * spec.memory_bytes <= spec.memory_bytes) == fits
-    # An engine that sleeps while the trainer steps has all but what the trainer holds between two steps: less than a step
-    # takes, and no less than weights, gradients and the batch.
+    # An engine that sleeps while the trainer steps has all but what is there between two steps: less than a step takes,
+    # and no less than weights, gradients and the batch.
     assert emptied.left_share is not None
     assert emptied.left_share >= awake[0].left_share
     held = 2 * sum(4 * p.numel() for p in net.parameters()) + 8 * 256
@@ -482,3 +482,44 @@ def test_a_data_loader_is_read_for_its_shapes() -> None:
 def test_what_is_no_run_is_refused(lengths: Any, how: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         certify(model(), make_batch, lengths, "cpu", **how)
+
+
+def qwen() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    text = {
+        "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+    }  # fmt: skip
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}
+    tokens = {
+        "image_token_id": 60,
+        "vision_start_token_id": 61,
+        "vision_end_token_id": 62,
+        "video_token_id": 63,
+    }
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def illustrated(n: int, text: int, height: int, width: int) -> dict[str, torch.Tensor]:
+    """Texts with an image of so many patches each, four of which are a token."""
+    patches = height * width
+    ids = torch.ones(n, 2 + patches // 4 + text, dtype=torch.long)
+    ids[:, 1], ids[:, 2 : 2 + patches // 4] = 61, 60
+    return {
+        "input_ids": ids, "labels": ids.clone(), "mm_token_type_ids": (ids == 60).int(),
+        "pixel_values": torch.zeros(n * patches, 3 * 2 * 14 * 14),
+        "image_grid_thw": torch.tensor([[1, height, width]] * n),
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_of_qwen2_vl_on_images_of_many_sizes() -> None:
+    rng = np.random.default_rng(0)
+    sizes = [(int(rng.integers(8, 60)), *(2 * rng.integers(2, 9, 2)).tolist()) for _ in range(8)]
+    peaks = run_peaks(qwen(), (illustrated(1, *size) for size in sizes), len(sizes), ADAMW)
+    (row,) = certify(qwen(), illustrated, sizes, "cpu", optimizer=ADAMW, batch=1, seed=None).rows
+    assert row.allocated_bytes == max(peaks)
+    assert row.allocated_at.step == peaks.index(max(peaks))
