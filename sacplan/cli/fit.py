@@ -99,18 +99,10 @@ def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _A
     most = None if seq is None else positions(loaded.model)
     with stage("recording and planning", long=True), users_code(f"the step of {target}"):
         found = sacplan.fit(
-            loaded.model,
-            make_batch if seq is None else functools.partial(of_length, make_batch, seq),
-            spec,
-            loaded.loss_fn,
-            optimizer,
-            devices=number,
-            batch=int(hf.batch or 1),
-            seq=seq,
-            longest=most,
-            name=_named(target, hf),
-            **given(asked, "device", "devices", *_OMITTED),
-        )
+            loaded.model, make_batch if seq is None else functools.partial(of_length, make_batch, seq), spec,
+            loaded.loss_fn, optimizer, devices=number, batch=int(hf.batch or 1), seq=seq, longest=most,
+            name=_named(target, hf), **given(asked, "device", "devices", *_OMITTED),
+        )  # fmt: skip
     more = [] if asked.routing is None else ["--routing", asked.routing]
     more += [word for pattern in asked.compile or () for word in ("--compile", pattern)]
     more += [] if asked.host_budget is None else ["--host-budget", asked.host_budget]
@@ -130,13 +122,11 @@ def of_length(make_batch: Callable[[int], Any], seq: int | None, batch: int, *si
 
     It holds zeros: only shapes matter to the recording.
     """
-    length, image = sizes[0], sizes[len(sizes) % 2 :]
+    length, image = seq if len(sizes) == 2 else sizes[0], sizes[len(sizes) % 2 :]
 
     def resized(tensor: Any) -> Any:
         if image and tensor.dim() == 4:  # samples x channels x height x width
             return tensor.new_zeros(*tensor.shape[:2], *image)
-        if len(sizes) == 2:
-            return tensor
         # Any dimension of this size is taken for the sequence, except the first: a batch may be just as large.
         shape = [length if d > 0 and n == seq else n for d, n in enumerate(tensor.shape)]
         return tensor.new_zeros(shape)

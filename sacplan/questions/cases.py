@@ -248,22 +248,13 @@ class Case:
         # search finds this way itself at the latest.
         same = self._decided.setdefault(frozenset(made.decisions), way)
         row = FitRow(
-            optimizer=self.name,
-            way=way.name,
-            techniques=way.techniques,
-            room=self.room,
-            peak_bytes=taken.peak_bytes,
-            unplanned_peak_bytes=self._measure(self.smallest(AS_IT_IS)).peak_bytes,
-            **times,
-            reserved_bytes=taken.reserved_bytes,
-            expandable_bytes=taken.expandable_bytes,
+            optimizer=self.name, way=way.name, techniques=way.techniques, room=self.room,
+            peak_bytes=taken.peak_bytes, unplanned_peak_bytes=self._measure(self.smallest(AS_IT_IS)).peak_bytes,
+            **times, reserved_bytes=taken.reserved_bytes, expandable_bytes=taken.expandable_bytes,
             runs_with_retries=taken.with_retries and not way.techniques,
-            same_as=None if same == way else same.name,
-            host_bytes=host_bytes,
-            host_room_bytes=self.host_room_bytes,
-            plan=self._plan(way, found) if fits else None,
-            **self.fields,
-        )
+            same_as=None if same == way else same.name, host_bytes=host_bytes,
+            host_room_bytes=self.host_room_bytes, plan=self._plan(way, found) if fits else None, **self.fields,
+        )  # fmt: skip
         is_known(f"{row.name}: {row.memory}, {'fits' if fits else f'does not fit, by {row.over}'}")
         return row
 

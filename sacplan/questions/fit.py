@@ -147,16 +147,11 @@ def fit(
         )
     how = {"loss_fn": loss_fn, "accumulation_steps": accumulation_steps, "routing": routing}
     sweep = Sweep(
-        Recordings(model, batches, spec, {**how, "compile": False if n_devices > 1 else compile}),
-        optimizer,
-        limit_of_device(budget, headroom, spec),
-        Limit(budget, headroom),
-        batch,
-        seq,
-        longest,
+        Recordings(model, batches, spec, {**how, "compile": False if n_devices > 1 else compile}), optimizer,
+        limit_of_device(budget, headroom, spec), Limit(budget, headroom), batch, seq, longest,
         spec.host_memory_bytes if host_budget is None else parse_budget(host_budget, spec.host_memory_bytes),
         n_devices,
-    )
+    )  # fmt: skip
     with looking_for_plans():
         return sweep.found(name or type(model).__name__, sizes)
 
@@ -371,26 +366,18 @@ class Sweep(Asked):
         # With a budget nothing is said about the rest of the device. On a GPU without one, ``outside`` says what it is.
         left = self.given.budget is None and not self.room.is_reserved
         return Verdict(
-            model=name,
-            parameters=sum(p.numel() for p in self.recordings.model.parameters()),
-            batch=self.batch,
-            seq=self.seq,
-            optimizer=rows[0].optimizer,
-            device=self.spec.name,
-            memory_bytes=self.spec.memory_bytes,
-            budget_bytes=self.room.n_bytes,
-            budget=None if self.given == OF_DEVICE else f"{self.room.n_bytes}B",
+            model=name, parameters=sum(p.numel() for p in self.recordings.model.parameters()), batch=self.batch,
+            seq=self.seq, optimizer=rows[0].optimizer, device=self.spec.name, memory_bytes=self.spec.memory_bytes,
+            budget_bytes=self.room.n_bytes, budget=None if self.given == OF_DEVICE else f"{self.room.n_bytes}B",
             headroom_bytes=self.spec.memory_bytes - self.room.n_bytes if left else None,
             outside=outside_allocator(self.spec, int(self.devices > 1)) if self.room.is_reserved else (),
-            rows=tuple(rows),
-            recommended=best,
+            rows=tuple(rows), recommended=best,
             larger_devices=() if best is not None or self.devices > 1 else self._larger_devices(rows),
             computed=(*self.notes, _RUN if self.devices == 1 and self.base.runs_compiled else _COMPUTED),
             remarks=tuple(f"{said[0].upper()}{said[1:]}." for said in self.remarks),
-            accumulation_steps=asked["accumulation_steps"],
-            devices=self.devices,
+            accumulation_steps=asked["accumulation_steps"], devices=self.devices,
             compiled=f", compile={asked['compile']!r}" if asked["compile"] else "",
-        )
+        )  # fmt: skip
 
     def _larger_devices(self, rows: list[FitRow]) -> tuple[str, ...]:
         """Return the known GPUs that hold the smallest row, the smallest first. They have other kernels: a guess."""
