@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -115,10 +115,8 @@ def show_warning(
 
 
 @contextlib.contextmanager
-def stage(name: str, *, long: bool = False) -> Iterator[Callable[[str], None]]:
+def stage(name: str, *, long: bool = False) -> Iterator[None]:
     """Show on stderr which stage is running, what ``begins`` in it, and what ``is_known`` already.
-
-    Yields a function that reports progress.
 
     Args:
         name: of the stage.
@@ -129,15 +127,13 @@ def stage(name: str, *, long: bool = False) -> Iterator[Callable[[str], None]]:
         if long:
             say(f"{name} ...")
         with stages_go_to(None, say):
-            yield lambda text: None
+            yield
         return
-    with _console(stderr=True).status(f"{name} ...", spinner="line") as status:
-
-        def show(text: str) -> None:
-            status.update(f"{name} ... {text}")
-
-        with stages_go_to(show, say):
-            yield show
+    with (
+        _console(stderr=True).status(f"{name} ...", spinner="line") as status,
+        stages_go_to(lambda text: status.update(f"{name} ... {text}"), say),
+    ):
+        yield
 
 
 def number(title: str) -> Column:

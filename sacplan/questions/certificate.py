@@ -170,11 +170,10 @@ class Certificate:
         """What to do, in sentences; empty if the run fits."""
         if self.fits:
             return ()
-        found = []
-        if any(row.fits and row.allocator == "expandable" for row in self.rows if row.way == "as it is"):
-            found.append(f"It fits with {EXPANDABLE_SEGMENTS}.")
-        if any(row.fits and row.allocator == "emptied" for row in self.rows if row.way == "as it is"):
-            found.append("It fits with torch.cuda.empty_cache() after each batch.")
+        found: list[str] = []
+        fitting = {row.allocator for row in self.rows if row.fits and row.way == "as it is"}
+        more = {"expandable": EXPANDABLE_SEGMENTS, "emptied": "torch.cuda.empty_cache() after each batch"}
+        found += [f"It fits with {what}." for setting, what in more.items() if setting in fitting]
         if self.largest is not None:
             what = "batch" if self.tokens is None else "budget of tokens"
             found.append(
