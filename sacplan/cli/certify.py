@@ -19,7 +19,7 @@ from sacplan.cli.origin import Origin, save, seen_in
 from sacplan.cli.output import CommandResult, stage
 from sacplan.cli.show import facts_of, plan_facts, saved, target_facts
 from sacplan.cli.targets import load_target, users_code
-from sacplan.integrations.hf.target import TargetError, given
+from sacplan.integrations.hf.target import NAMED, TargetError, given
 
 _FACTS = ("device", "steps", "shapes", "fits", "largest", "advice")
 
@@ -74,7 +74,9 @@ def certify(
     sizes = _read(lengths)
     spec = sources.device_of(asked.device)
     with stage("loading"):
-        loaded = load_target(target, sources.dtype_for(spec, target, hf))
+        # A target's own make_batch takes sizes, too, and cannot be called with a batch alone.
+        options = hf if target.startswith(NAMED) else dataclasses.replace(hf, batch=None)
+        loaded = load_target(target, sources.dtype_for(spec, target, options))
     make_batch = loaded.make_batch
     if make_batch is None:
         raise TargetError(

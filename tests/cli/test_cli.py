@@ -466,7 +466,7 @@ def test_certify(place: Path) -> None:
     Path("lengths.txt").write_text("9 forty")
     assert "lengths.txt cannot be read" in error_line(run("certify hf:config.json lengths.txt"))
     assert "64 positions" in error_line(run("certify hf:config.json lengths.npy --batch 2 --pack 65"))
-    assert "hf: target" in error_line(run("certify train.py:make lengths.npy --device cpu"))
+    assert "hf: target" in error_line(run("certify train.py:wider lengths.npy --device cpu"))
 
 
 def test_certify_reads_images_of_many_sizes(place: Path) -> None:
