@@ -67,9 +67,8 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     @property
     def calls_or_batch(self) -> tuple[ModelCall, ...]:
         """The calls of the model; where none was, since the loss calls parts of it, the batch in the form of one."""
-        return self.calls or (
-            ModelCall(tuple((path, s) for path, s, _ in self.batch if s), with_gradients=True),
-        )
+        batch = tuple((path, shape) for path, shape, _ in self.batch if shape)
+        return self.calls or (ModelCall(batch, with_gradients=True),)
 
     @property
     def n_parameters(self) -> int:

@@ -264,15 +264,11 @@ class _FitLoss:
 
 def _planned_batches(plan: Plan) -> list[Shapes]:
     """Return the batches of a plan from ``profile_trainer``, as ``shapes_of`` does; none for a plan of another step."""
-    found = (
-        tuple(
-            (f"[0]{path.removeprefix(_PLANNED)}", shape)
-            for path, shape in call.tensors
-            if path.startswith(_PLANNED)
-        )
-        for call in plan.fingerprint.calls_or_batch
-    )
-    return [one for one in found if one]
+    found = []
+    for call in plan.fingerprint.calls_or_batch:
+        own = [(path, shape) for path, shape in call.tensors if path.startswith(_PLANNED)]
+        found.append(tuple((f"[0]{path.removeprefix(_PLANNED)}", shape) for path, shape in own))
+    return [*filter(None, found)]
 
 
 def _with_calls(plan: Plan, batches: list[Shapes]) -> Plan:

@@ -45,7 +45,8 @@ def test_a_plan_takes_the_place_of_its_checkpointing(name: str) -> None:
         made.model.zero_grad()
         torch.manual_seed(0)
         made.loss_fn(made.model, made.batch).backward()
-        return [p.grad for p in made.model.parameters() if p.grad is not None]
+        # As integers: a text that is all padding, as HunyuanVideo's is here, has gradients that are no numbers.
+        return [p.grad.view(torch.int32) for p in made.model.parameters() if p.grad is not None]
 
     plain = gradients()
     made.model.enable_gradient_checkpointing()
