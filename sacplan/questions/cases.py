@@ -405,7 +405,7 @@ def _planner(step: Profile, way: Way, left: int) -> Planner:
         set(known.techniques) < set(planner.techniques)
         and known.basis.recorded.key == planner.basis.recorded.key
     ):
-        return replace(planner, family={known.techniques: known})
+        return planner.that_knows(known)
     return planner
 
 
