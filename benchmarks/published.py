@@ -70,7 +70,7 @@ def rows_of(name: str, published: Mapping[str, Any]) -> list[Row]:
     about["other_card"] = step.other_card
     profile, plan = step.recorded()
     program = profile.program if plan is None else profile.with_plan(plan)
-    step_ms = eager_ms(program) + step.asks * ASKED_MS
+    step_ms = eager_ms(program, checkpointed=True) + step.asks * ASKED_MS
     step_ms += _hidden_copies_ms(program, profile.spec) if step.one_stream else 0.0
     played: dict[Any, RunFigures] = {}
     rows = []
@@ -121,7 +121,7 @@ def _time(step: Step, program: Program, spec: DeviceSpec, published: Mapping[str
     measured = published["figure"] if in_ms else 1e3 * step.samples / published["figure"]
     ran = [program.ops[arg] for code, arg in program.events if code == Event.OP]
     spared_ms = (step.accumulation - 1) * sum(op.time_ms for op in ran if op.phase == Phase.OPTIMIZER)
-    ms = eager_ms(program, waited=step.pageable_bytes > 0)
+    ms = eager_ms(program, waited=step.pageable_bytes > 0, checkpointed=True)
     outside_ms = copy_ms(step.pageable_bytes, True, spec) + step.asks * ASKED_MS
     predicted = step.accumulation * ms + outside_ms - spared_ms
     return {
