@@ -58,8 +58,8 @@ def eager_ms(
     """
     ops = (program.ops[arg] for code, arg in program.events if code == Event.OP)
     ran = [op for op in ops if op.phase != without]
-    planned = not checkpointed and any(op.recomputes >= 0 for op in ran)
-    watched_us, again_us = (WATCHED_US, RECOMPUTED_US) if planned else (0.0, FORWARD_US)
+    is_planned = not checkpointed and any(op.recomputes >= 0 for op in ran)
+    watched_us, again_us = (WATCHED_US, RECOMPUTED_US) if is_planned else (0.0, FORWARD_US)
     share = 1e-3 if any(op.phase == Phase.BACKWARD for op in ran) else 1e-3 * WITHOUT_AUTOGRAD
     issued = done = before = 0.0
     for _ in range(2):  # the second step begins as the CPU does while the GPU is in the first

@@ -181,10 +181,10 @@ def _moments_of_channels(call: Call, x: torch.Tensor, nbytes: int, *, passes: in
 
 _QUERY_TILE = 128
 """Queries that one block works on."""
+# What the softmax of one score takes beside its products, which grow with the head, in FLOPs of the matrix units.
+# FlashAttention-2 (Dao, 2023), figure 5: 190 TFLOP/s on an A100 with heads of 64, 228 with 128. It takes twice as much
+# in the backward pass. FlashAttention-3's figures for an H100 say 85 to 220 for flash attention, and 420 for cuDNN.
 _SOFTMAX_FLOPS = 128
-"""What the softmax of one score takes beside its products, which grow with the head: the matrix units could do so many
-FLOPs. FlashAttention-2 (Dao, 2023), figure 5: 190 TFLOP/s on an A100 with heads of 64, 228 with 128. It takes twice as
-much in the backward pass. FlashAttention-3's figures for an H100 say 85 to 220 for flash attention, 420 for cuDNN."""
 
 
 @kernels(*aten_names("""
@@ -216,9 +216,10 @@ def _attention_kernel(call: Call, *, backward: bool) -> Kernel:
     share = 0.5 + 0.5 / max(1, key.shape[-2] / _QUERY_TILE) if call["is_causal"] else 1.0
     flops = call.flops * share
     if "efficient" not in kind:
-        # Rates are those of heads of 128.
-        per_product = _SOFTMAX_FLOPS * (2 / 10 if backward else 1 / 4)
-        flops *= (1 + per_product / query.shape[-1]) / (1 + per_product / 128)
+        softmax = _SOFTMAX_FLOPS * (
+            2 / 10 if backward else 1 / 4
+        )  # beside 10 or 4 FLOPs for each element of a head
+        flops *= (1 + softmax / query.shape[-1]) / (1 + softmax / 128)  # rates are those of heads of 128
     # A block works on some queries, in the backward pass on some keys, of one head.
     length = key.shape[-2] if backward else query.shape[-2]
     blocks = query.shape[0] * query.shape[1] * -(-length // _QUERY_TILE)
