@@ -183,7 +183,8 @@ _QUERY_TILE = 128
 """Queries that one block works on."""
 # What the softmax of one score takes beside its products, which grow with the head, in FLOPs of the matrix units.
 # FlashAttention-2 (Dao, 2023), figure 5: 190 TFLOP/s on an A100 with heads of 64, 228 with 128. It takes twice as much
-# in the backward pass. FlashAttention-3's figures for an H100 say 85 to 220 for flash attention, and 420 for cuDNN.
+# in the backward pass. Of FlashAttention-3's figures for an H100, those of this kernel say 85 and 150. cuDNN loses a third
+# with heads of 64 there, which is left out: no published step shows it.
 _SOFTMAX_FLOPS = 128
 
 
@@ -215,7 +216,7 @@ def _attention_kernel(call: Call, *, backward: bool) -> Kernel:
     kind = next((k for k in ("cudnn", "efficient") if k in call.name), "flash") + "_attention"
     share = 0.5 + 0.5 / max(1, key.shape[-2] / _QUERY_TILE) if call["is_causal"] else 1.0
     flops = call.flops * share
-    if "efficient" not in kind:
+    if "flash" in kind:
         softmax = _SOFTMAX_FLOPS * (
             2 / 10 if backward else 1 / 4
         )  # beside 10 or 4 FLOPs for each element of a head
