@@ -183,8 +183,8 @@ _QUERY_TILE = 128
 """Queries that one block works on."""
 # What the softmax of one score takes beside its products, which grow with the head, in FLOPs of the matrix units.
 # FlashAttention-2 (Dao, 2023), figure 5: 190 TFLOP/s on an A100 with heads of 64, 228 with 128. It takes twice as much
-# in the backward pass. Of FlashAttention-3's figures for an H100, those of this kernel say 85 and 150. cuDNN loses a third
-# with heads of 64 there, which is left out: no published step shows it.
+# in the backward pass. In FlashAttention-3's figures for an H100 this kernel has 85 and 150. There cuDNN loses a third
+# with heads of 64, which is left out: no published step shows it.
 _SOFTMAX_FLOPS = 128
 
 
