@@ -266,7 +266,7 @@ def margins_table(rows: Sequence[Row]) -> str:
     kinds["all"] = [one for found in kinds.values() for one in found]
     lines = [
         (kind, str(len(found)), f"{100 * percentile([max(0.0, share) for share, _ in found], 0.95):.2f} %",
-         f"{100 * max(found)[0]:+.2f} %", f"`{max(found)[1]}`")
+         f"{round(100 * max(found)[0], 2) + 0.0:+.2f} %", f"`{max(found)[1]}`")
         for kind, found in kinds.items()
     ]  # fmt: skip
     return markdown_table("kind of step | points | 95th percentile | most | of", lines)
