@@ -140,8 +140,8 @@ HOPPER = KernelRates(flash_attention=0.53, flash_attention_backward=0.46)
 FITTED_BYTES_PER_CYCLE = 12.8
 """Bytes of bandwidth for a cycle of a multiprocessor on an H100, and 13.4 on an A100 with 80 GB: the published shares
 are of these two. An RTX 3090 has 6.3 and a 4090 has 3.1."""
-# Not strided kernels: with all of the bandwidth, timm's steps come out too fast (grouped convolutions: 90 % within 31.5 %
-# in place of 24.8 %), and no published op tells.
+# Not strided kernels: with all of the bandwidth, timm's steps come out too fast (grouped convolutions: 90 % within 31.5
+# and not 24.8 %), and no published op tells.
 _ASK_FOR_TOO_FEW = ("cast", "reduction", "norm", "norm_backward")
 """Kinds that miss bandwidth since a multiprocessor asks for too few bytes in a cycle. So their shares are larger where
 there is less bandwidth for it: timm's steps on RTX 3090 and 4090 show that they have all of it there."""
