@@ -146,9 +146,14 @@ def row_of(row: PublishedRow) -> Row:
     return found
 
 
+def is_counted(row: Row) -> bool:
+    """Whether the summary counts a row: a time over .1 ms."""
+    return bool(row["metric"] == "speed" and row["published"] > SHORTEST_MS)
+
+
 def times_summary(rows: Iterable[Row]) -> Row:
     """Return the errors of times over .1 ms: the median, the 90th percentile and the worst."""
-    errors = sorted(abs(r["error"]) for r in rows if r["metric"] == "speed" and r["published"] > SHORTEST_MS)
+    errors = sorted(abs(r["error"]) for r in rows if is_counted(r))
     if not errors:
         return {"rows": 0}
     return {

@@ -3,8 +3,12 @@
 Written down from its code of January 2026: experts, head, loss, adapters and calls of ``fully_shard``. A step adds up
 two micro-batches. As many tokens go to each expert. Of the loss of reinforcement learning only the mean is here: its
 other ops read and make a number for each token. Attention is that of transformers; flash attention saves as much. On an
-H100, FlashAttention-3 ran, for which cuDNN's stands here. Offloading has no stream of its own (``use_streams`` is off
-in ``act_offloading.py``).
+H100, FlashAttention-3 ran, whose rates cuDNN's attention has here. Offloading has no stream of its own (``use_streams``
+is off in ``act_offloading.py``).
+
+Layers of Qwen3-0.6B were to be compiled, and were not: flash attention of transformers 4.56.1 asks the GPU whether
+positions are packed (``_is_packed_sequence``), Dynamo cannot trace that within a checkpoint, and then runs all of the
+checkpoint in eager mode (``torch/utils/checkpoint.py``). Each micro-batch ends with ``loss.item()``.
 
 Up to June 2026 the trainer of reinforcement learning looked for the ends of responses token by token, and asked the GPU
 for a value at each (``get_response_lengths`` in ``trainer/utils.py``, gone with #2723).
@@ -15,6 +19,7 @@ an optimizer, so that gradients stay and nothing is updated (``optim.py``, ``run
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -36,6 +41,7 @@ from benchmarks.models.published_step import (
     offloading_policy,
 )
 from sacplan.core.program import Program
+from sacplan.device.devices import DeviceSpec, resolve_device
 
 _LAYERS = "model.layers.*"
 _CHUNK = 2048
@@ -271,11 +277,24 @@ def _fully_sharded(model: Any) -> None:
     fully_shard(model, mp_policy=policy)
 
 
+def _flash_attention_3(device: str) -> DeviceSpec:
+    """Return a device on which cuDNN's attention is as fast as FlashAttention-3, where it runs.
+
+    Its paper (Shah et al., 2024), figures 5 and 6: with heads of 128, 648 and 561 TFLOP/s on an H100.
+    """
+    spec = resolve_device(device)
+    reached = 1e-12 * spec.flops["bfloat16"] * spec.compute_efficiency
+    if spec.capability != (9, 0):
+        return spec
+    rates = {"cudnn_attention": 648 / reached, "cudnn_attention_backward": 561 / reached}
+    return dataclasses.replace(spec, rates=dataclasses.replace(spec.kernel_rates, **rates))
+
+
 def _step(config: Callable[[], Any], head: type[nn.Linear], length: int, device: str, **changes: Any) -> Step:
     made: dict[str, Any] = {
         "build": functools.partial(_build, config, head, length),
         "points": (Point(unit=GIB, figure="reserved_expandable"),),
-        "device": device,
+        "device": _flash_attention_3(device),
         "plan": lambda profile: sacplan.policy("full", profile=profile, layers=_LAYERS),
         "loop": Loop(held=_last_logits) if head is nn.Linear else Loop(),
         "spread": _fully_sharded,
@@ -294,12 +313,13 @@ def _micro_batch(config: Callable[[], Any], length: int, device: str, rank: int 
 
 
 def prime_rl(row: Mapping[str, Any]) -> Step:
-    """Return the step of a row that is a time."""
+    """Return the step of a row that is a time: ids, positions, targets and a mask are copied for each token."""
     setting = row["setting"]
     head = nn.Linear if setting["trainer"] == "sft" else _LogProbs
+    tokens = 2 * setting["seq"]
     return _step(
         _qwen3_06b, head, setting["seq"], row["device"],
-        points=(), compiled=[_LAYERS], missing="", samples=2 * setting["seq"], group="prime-rl, Qwen3-0.6B",
+        points=(), missing="", samples=tokens, pageable_bytes=25 * tokens, group="prime-rl, Qwen3-0.6B",
     )  # fmt: skip
 
 
