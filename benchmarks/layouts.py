@@ -55,7 +55,7 @@ RUNS: dict[str, tuple[str, int, tuple[int, ...]]] = {
 }
 """Shape, devices, and numbers of sequences in a step of all ranks together."""
 
-HEADS = "mesh | spread as | run by | peak, no plan | with a plan | step | of it recomputed | of it waiting | tokens/s"
+HEADS = "mesh | spread as | peak, no plan | with a plan | step | of it recomputed | of it waiting | tokens/s"
 
 
 def model_of(shape: str) -> torch.nn.Module:
@@ -92,7 +92,6 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
         {
             "mesh": row.mesh,
             "name": row.name,
-            "run_by": run_by(row.name),
             "fits": row.fits,
             "unplanned_peak_bytes": row.unplanned_peak_bytes,
             "peak_bytes": row.peak_bytes,
@@ -119,18 +118,6 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
     }
 
 
-def run_by(name: str) -> str:
-    """Return the part of PyTorch that runs a step which is spread so."""
-    words = {
-        "fsdp": "FSDP2",
-        "ddp": "DDP",
-        "megatron": "DTensor",
-        "search": "FSDP2, DTensor",
-        "one device": "",
-    }
-    return ", ".join(words[word] for word in name.split(" + ")).removesuffix(", ")
-
-
 def _order(row: Row) -> tuple[bool, float]:
     return (not row["fits"], row["step_ms"] if row["fits"] else row["peak_bytes"])
 
@@ -146,7 +133,7 @@ def mesh_text(row: Row) -> str:
 def cells_of(row: Row, length: int) -> list[str]:
     """Write the cells of a row."""
     peaks = [f"{row[key] / GIB:.1f} GiB" for key in ("unplanned_peak_bytes", "peak_bytes")]
-    way = [mesh_text(row), row["name"], row["run_by"]]
+    way = [mesh_text(row), row["name"]]
     if not row["fits"]:
         return [*way, peaks[0], f"does not fit (at least {peaks[1]})", "", "", "", ""]
     times = [f"{row[key]:,.0f} ms" for key in ("step_ms", "recompute_ms", "collective_ms")]
