@@ -197,20 +197,14 @@ def _line(row: Row) -> str:
 
 def _cells(data: str, rows: list[Row]) -> list[str]:
     mine = [row for row in rows if row["data"] == data]
-    runs = [(row[f"{k}predicted"], row[f"{k}measured"]) for row in mine for k in ("", "planned_")]
-    exact, worst = sum(p == m for p, m in runs), max((p / m - 1 for p, m in runs), key=abs)
     sizes = (f"{mine[0][key]:.0f}" for key in ("shapes", "median", "longest"))
     costs = (f"{mean(row[key] for row in mine):.1%}" for key in ("by_length", "one", "checkpointed"))
-    over = sum(row["over"] for row in mine)
-    return [data, *sizes, f"{exact} of {len(runs)}", f"{worst:+.2%}", f"{over}", *costs]
+    return [data, *sizes, *costs]
 
 
 def table(rows: list[Row]) -> str:
     """Write the table of the page: a line for each data set."""
-    heads = (
-        "lengths as in | shapes | median length | longest | to the byte | largest error | steps over the budget"
-        " | plans by length | one plan | checkpointing"
-    )
+    heads = "lengths as in | shapes | median length | longest | plans by length | one plan | checkpointing"
     return markdown_table(heads, (_cells(data, rows) for data in DATA))
 
 

@@ -147,10 +147,9 @@ def _rate(step: Step, published: Mapping[str, Any]) -> float | None:
 
 _HEAD = """# Predicted beside measured
 
-What sacplan predicts, beside what others have measured on GPUs. (What its authors have measured is on
-[another page](gpu.md).) [`measured.csv`](data/measured.csv) has each figure, its source, and what had to be assumed;
-published figures that are not compared are there, too, with the reason. `benchmarks/data/peaks.jsonl` says how to get
-the same step again.
+What sacplan predicts, beside what others have measured on GPUs; [another page](gpu.md) has our own measurements.
+[`measured.csv`](data/measured.csv) has each figure, its source, and what had to be assumed, and the published figures
+that are not compared, with the reason. `benchmarks/data/peaks.jsonl` says how to get the same step again.
 
 Each step is recorded as a fake step for its GPU, with the project's own rule for checkpointing, and played on a
 simulation of PyTorch's caching allocator from the start of a run until nothing changes.
@@ -162,14 +161,13 @@ _PEAKS = """Medians and 90th percentiles of the errors, and the worst figure. Of
 optimizer and the loop around them are published, or follow from published code; of the others, a part is assumed.
 Steps that ran with `torch.compile` are recorded so, without kernels, unless the file says that it is left out."""
 
-_TIMES = """Rates of steps, and times that others have published (`benchmarks/data/steps.jsonl`,
-`benchmarks/results/published.json`). Where the CPU issues kernels more slowly than the GPU runs them, the GPU waits: 55
+_TIMES = """Rates of steps, and times that others have published (`benchmarks/data/steps.jsonl`). Where the CPU issues kernels more slowly than the GPU runs them, the GPU waits: 55
 us are taken for an op of a forward pass and 10 for others, fitted to the small steps here and [our own](gpu.md).
 Torchvision's small steps are timed from one wait for the GPU to the next, and copy their images in between. The H100
 with 96 GB draws at most 500 W; its rate of matrix products is fitted to `titan822-default`. MPT ran attention in
-Triton, for which the rates of FlashAttention-2's paper are taken. prime-rl's layers are compiled, and recorded so. Its
-trainer of reinforcement learning asked the GPU for a value at each token, which takes 16.5 us as an op without autograd
-does. Besides, its steps on an H100 with short sequences take 0.2 to 0.3 s longer, which we cannot explain."""
+Triton, for which the rates of FlashAttention-2's paper are taken. prime-rl's trainer of reinforcement learning asked
+the GPU for a value at each token, which takes 16.5 us as an op without autograd does. Besides, its steps on an H100
+with short sequences take 0.2 to 0.3 s longer, which we cannot explain."""
 
 _LEFT_OUT = {False: "", True: ", compiled, predicted without"}
 _KINDS = {"known": "eager, known", "assumed": "eager, something assumed", "compiled": "compiled"}
@@ -263,31 +261,6 @@ def csv_table(rows: Sequence[Row]) -> str:
             kind = "not compared" if "not_built" in source else "in part not compared"
             cells.append((name, _source(source), _device(source), kind, "", "", "", "", why))
     return csv_text(heads, cells)
-
-
-OFFLOADED = {
-    "optimizer": ("ao-vitg-none", "ao-vitg-offload"),
-    "optimizer and gradients": ("ao-vitg-none", "ao-vitg-offload_gradients"),
-    "inputs of checkpointed layers": ("prime-rl-rl-Qwen3-0.6B-65536", "prime-rl-rl-Qwen3-0.6B-65536-offload"),
-}
-"""What has been offloaded: the ids of the step without and with it."""
-
-
-def offloading_table(rows: Sequence[Row]) -> str:
-    """Return the table of ``docs/offload.md``: what offloading changes, as published and as predicted."""
-    by_id = {row["id"]: row for row in rows}
-    source = published_rows()
-    lines = []
-    for what, (without, with_it) in OFFLOADED.items():
-        before, after = by_id[without], by_id[with_it]
-        peaks = [
-            " -> ".join(_bytes(row[key], source[with_it]["unit"]) for row in (before, after))
-            for key in ("published_bytes", "predicted_bytes")
-        ]
-        slower = [_percent(before[key] / after[key] - 1) for key in ("published_per_s", "predicted_per_s")]
-        lines.append((what, *peaks, _percent(after["error"]), *slower))
-    heads = "on the host | peak, published | predicted | error | time, published | time, predicted"
-    return markdown_table(heads, lines)
 
 
 def _ops(rows: Sequence[Row]) -> list[str]:

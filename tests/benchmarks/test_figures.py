@@ -85,7 +85,6 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "op memory": (DOCS / "op_memory.md", lambda: op_memory.markdown(_rows("op_memory"))),
     "published": (published.PAGE, lambda: published.page(*published.read_page_rows())),
     "published, all": (published.CSV, _published(published.csv_table)),
-    "published, offloading": (DOCS / "offload.md", _published(published.offloading_table)),
 }
 WHOLE = {"published", "published, all"}
 """Those that are all of the file."""
@@ -104,7 +103,7 @@ def test_compiled_plans_hold_their_budgets_and_take_no_more_than_pytorchs_settin
     planned = [row for row in measured if row["budget"] != "100%"]
     assert planned
     assert all(row["measured"] <= row["budget_bytes"] for row in planned)
-    assert all(abs(row["predicted"] / row["measured"] - 1) <= 0.005 for row in measured)
+    assert all(abs(row["predicted"] / row["measured"] - 1) <= 3e-6 for row in measured)  # "0.0003 %"
     budgets = _rows("compiled_budgets")
     assert {*compiled_budgets.SETTINGS, *compiled_budgets.LAYERS} == {row["setting"] for row in budgets}
     budgets = [row for row in budgets if "raised" not in row]
@@ -123,7 +122,7 @@ def test_whole_runs_take_what_was_predicted_and_hold_their_budgets() -> None:
     for row in rows:
         assert row["steps"] == certify.STEPS
         for kind in ("", "planned_"):
-            assert row[f"{kind}measured"] == pytest.approx(row[f"{kind}predicted"], rel=0.005)
+            assert row[f"{kind}measured"] == row[f"{kind}predicted"]
         assert row["over"] == 0
         assert row["by_length"] <= row["one"]
         assert row["by_length"] < row["checkpointed"]
