@@ -34,9 +34,9 @@ import torch
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.plans import as_budget
-from benchmarks.harness.results import MIB, Row
+from benchmarks.harness.results import Row
 from benchmarks.harness.steps import run_peaks, seed_everything
-from benchmarks.harness.table import PageTable, Table, markdown_table
+from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.models import hf_models
 from benchmarks.models.cases import fused_adamw
 from sacplan.device.devices import resolve_device
@@ -181,20 +181,6 @@ def row_of(data: str, name: str) -> Row:
     }  # fmt: skip
 
 
-_TABLE = Table(
-    ("data", ">20"), ("model", ">7"), ("shapes", ">6"), ("predicted", ">10.3f"), ("error", ">+8.3%"),
-    ("plans", ">5"), ("predicted", ">10.3f"), ("error", ">+8.3%"), ("over", ">4"), ("one plan", ">8.2%"),
-    ("plans", ">8.2%"), ("checkpoint", ">10.2%"),
-)  # fmt: skip
-
-
-def _line(row: Row) -> str:
-    runs = [(row[f"{kind}predicted"], row[f"{kind}measured"]) for kind in ("", "planned_")]
-    plain, planned = ((predicted / MIB, predicted / real - 1) for predicted, real in runs)
-    cells = (row["plans"], *planned, *(row[key] for key in ("over", "one", "by_length", "checkpointed")))
-    return _TABLE.row(row["data"], row["model"], row["shapes"], *plain, *cells)
-
-
 def _cells(data: str, rows: list[Row]) -> list[str]:
     mine = [row for row in rows if row["data"] == data]
     sizes = (f"{mine[0][key]:.0f}" for key in ("shapes", "median", "longest"))
@@ -217,9 +203,8 @@ def main() -> None:
     parser.choice("--models", MODELS)
     torch.set_num_threads(1)
     arguments = parser.begin(silence=True)
-    print(f"predicted in MiB; plans in FLOPs recomputed\n{_TABLE.head}")
     cases = itertools.product(arguments.data, arguments.models)
-    run_cases(cases, lambda case: [row_of(*case)], _line, arguments.json, key="case", row_a_line=True)
+    run_cases(cases, lambda case: [row_of(*case)], arguments.json, key="case", row_a_line=True)
 
 
 if __name__ == "__main__":

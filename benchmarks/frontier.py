@@ -30,8 +30,7 @@ import sacplan
 from benchmarks import rivals
 from benchmarks.harness.command import Parser
 from benchmarks.harness.plans import as_budget
-from benchmarks.harness.results import GIB, ROOT, describe, machine, write_results
-from benchmarks.harness.table import Table
+from benchmarks.harness.results import GIB, ROOT, as_text, describe, machine, write_results
 from benchmarks.models.cases import text
 from benchmarks.rivals import Case, Point
 from examples.transformer import Transformer
@@ -219,7 +218,7 @@ class Ours:
 
 def rows_of(case: Case, objective: str = OBJECTIVES[0]) -> list[Row]:
     """Measure rivals, sacplan at each rival's peak, and sacplan's own sweep; print as it goes."""
-    print(f"\n{case.title}\n{_TABLE.head}  verdict")
+    print(f"\n{case.title}")
     plain = rivals.unplanned(case)
 
     def row(point: Point, versus: str = "") -> Row:
@@ -249,12 +248,8 @@ def verdict(theirs: Row, mine: Row | None) -> str:
     return f"ours {mine.recompute_percent:.2f} % at {mine.peak_gib:.4f} GiB: {word}"
 
 
-_TABLE = Table(("who", ">12"), ("setting", ">20"), ("peak GiB", ">9.4f"), ("recompute", ">9"))
-
-
 def _print(row: Row, words: str = "") -> None:
-    cells = _TABLE.row(row.who, row.setting, row.peak_gib, f"{row.recompute_percent:.2f}%")
-    print(f"{cells}  {words}", flush=True)
+    print(as_text(dataclasses.asdict(row)), words, flush=True)
 
 
 # --- picture ----------------------------------------------------------------------------------------------

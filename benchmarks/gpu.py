@@ -41,15 +41,15 @@ import sacplan
 from benchmarks.gpu_times import CHANGED, profiled
 from benchmarks.harness.command import Parser
 from benchmarks.harness.plans import as_budget, budget_at, timed
-from benchmarks.harness.results import MIB, RESULTS, Row, read_results, write_results
+from benchmarks.harness.results import MIB, RESULTS, Row, as_text, read_results, write_results
 from benchmarks.harness.steps import tensors_of
-from benchmarks.harness.table import PageTable, Table, markdown_table
+from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.models import gpu_models
 from sacplan.device.attention import AttentionCall, attention_backend
 from sacplan.device.calibrate import calibrate
 from sacplan.device.cublas import library_workspace_bytes
 from sacplan.device.device_memory import device_memory
-from sacplan.device.devices import DeviceSpec, resolve_device, torch_version
+from sacplan.device.devices import DeviceSpec, resolve_device
 from sacplan.record.step import Step, default_loss
 from sacplan.running.measure import measured_step
 
@@ -405,9 +405,7 @@ def main(arguments: list[str] | None = None) -> int:
         "cublas": cublas_report(spec, device),
         "attention": attention_rows(spec if device == "cuda" else resolve_device("h100"), device),
     }
-    _print_attention(data)
-    print(f"cuBLAS workspaces: {data['cublas']}")
-    print(HEADER)
+    print(*map(as_text, (data["cublas"], *data["attention"])), sep="\n")
     rows: list[Row] = []
     lost = ""
     for row, build in cases(options.names, options.kinds, options.smoke, device):
@@ -425,7 +423,8 @@ def main(arguments: list[str] | None = None) -> int:
                 row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 row["traceback"] = traceback.format_exc()
             lost = _context_lost(device)
-        _print_row(row)
+        for each in (row, *row.get("plans", ())):
+            print(as_text({"model": row["model"]} | each), flush=True)
     data["seconds"] = round(time.perf_counter() - began, 1)
     path = options.json or RESULTS / f"gpu_{spec.name.replace(' ', '-')}.json"
     write_results(path, rows, **data)
@@ -445,39 +444,6 @@ def _context_lost(device: str) -> str:
     return ""
 
 
-_TABLE = Table(
-    ("model", ">22"), ("kind", ">8"), ("budget", ">9"), ("predicted", ">9.2f"), ("measured", ">9.2f"),
-    ("error", ">+7.2%"), ("reserved", ">17"), ("predicted ms", ">24"), ("ms", ">8.1f"), ("bits", ">6"),
-)  # fmt: skip
-HEADER = (
-    "MiB and ms; reserved: predicted/measured; predicted times: table/calibrated/each op timed\n"
-    + _TABLE.head
-)
-
-
-def _print_row(row: Row) -> None:
-    about = row["model"], row["kind"]
-    if "skipped" in row or "error" in row:
-        word = "skipped" if "skipped" in row else "ERROR"
-        print(f"{_TABLE.row(*about)} {word}: {row.get('skipped') or row['error']}", flush=True)
-        return
-    times = "/".join(f"{ms:.1f}" for ms in row["predicted_ms"].values())
-    lines = [("none", row, times, "same" if row["deterministic"] else "vary")]
-    for plan in row["plans"]:
-        budget = f"{plan['budget_bytes'] / MIB:.2f}"
-        lines.append((budget, plan, f"{plan['predicted_ms']:.1f}", str(plan["bit_equal"])))
-    for budget, r, ms, equal in lines:
-        predicted, measured = r["predicted_peak_bytes"], r["measured_peak_bytes"]
-        says = [
-            r[who]["steps"]["max_memory_reserved"]
-            for who in ("predicted_allocator", "allocator")
-            if r.get(who)
-        ]
-        reserved = "/".join(f"{n / MIB:.0f}" for n in says)
-        peaks = predicted / MIB, measured / MIB, predicted / measured - 1
-        print(_TABLE.row(*about, budget, *peaks, reserved, ms, r["measured_ms"], equal), flush=True)
-
-
 def _cells(row: Row) -> Iterator[tuple[str, ...]]:
     """Yield the cells of each step of a model, without a plan and with one."""
     steps = [("none", row, row["predicted_ms"]["datasheet"])]
@@ -489,7 +455,8 @@ def _cells(row: Row) -> Iterator[tuple[str, ...]]:
         )
         yield (
             f"`{row['model']}`", budget, f"{measured / MIB:,.2f}",
-            f"{r['predicted_peak_bytes'] / measured - 1:+.3%}", f"{ours / theirs - 1:+.2%}", f"{ms:.1f}", f"{r['measured_ms']:.1f}",
+            f"{r['predicted_peak_bytes'] / measured - 1:+.3%}", f"{ours / theirs - 1:+.2%}",
+            f"{ms:.1f}", f"{r['measured_ms']:.1f}",
         )  # fmt: skip
 
 
@@ -500,13 +467,6 @@ def table(rows: list[Row]) -> str:
 
 
 TABLE = PageTable("gpu", "gpu.md", table)
-
-
-def _print_attention(data: Row) -> None:
-    print(f"attention kernels, torch {'.'.join(map(str, torch_version()))}")
-    for row in data["attention"]:
-        verdict = {True: "", False: "  DIFFERS", None: ""}[row["agree"]]
-        print(f"{row['case']:>28}: torch {row['torch']}, ours {row['ours']}{verdict}")
 
 
 if __name__ == "__main__":

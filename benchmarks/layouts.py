@@ -7,7 +7,7 @@ words), sequences of 8,192 tokens, bfloat16, fused AdamW, on the meta device; ev
 is 16 sequences, 131,072 tokens; one device also gets one at a time, of which 16 make a step (accumulated). The budget
 of a rank is the memory of an H100 less a headroom of 15 %.
 
-A row is a way to run the step: the mesh, how the step is spread, what runs it, peak per rank without and with a plan,
+A row is a way to run the step: the mesh, how the step is spread, peak per rank without and with a plan,
 ms of a step, of recomputation and of exposed communication, and samples per second: those of ``sacplan.layouts``.
 Seconds are of the profile, of all plans of ``layouts`` together, and of a plan on the best mesh; those of the
 processor tell how long it takes when nothing else runs.
@@ -20,13 +20,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 import sacplan
 from benchmarks.harness.command import Parser
-from benchmarks.harness.results import GIB, Row, write_results
+from benchmarks.harness.results import GIB, Row, as_text, write_results
 from benchmarks.harness.table import markdown_table
-from benchmarks.models.cases import empty_text, fused_adamw, llama_3_8b
+from benchmarks.models.cases import empty_text, fused_adamw, published
 from sacplan.planning.limits import DEFAULT_HEADROOM
 
 DEVICE = "h100"
@@ -34,16 +32,7 @@ LENGTH = 8192
 STEP = 16
 """Sequences."""
 
-SHAPES: dict[str, dict[str, int]] = {
-    "8b": {},
-    "70b": {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
-}
-"""What differs from Llama-3-8B's shape."""
+SHAPES = {"8b": "meta-llama/Meta-Llama-3-8B", "70b": "meta-llama/Meta-Llama-3-70B"}
 
 RUNS: dict[str, tuple[str, int, tuple[int, ...]]] = {
     "8b-1": ("8b", 1, (STEP, 1)),
@@ -58,15 +47,10 @@ RUNS: dict[str, tuple[str, int, tuple[int, ...]]] = {
 HEADS = "mesh | spread as | peak, no plan | with a plan | step | of it recomputed | of it waiting | tokens/s"
 
 
-def model_of(shape: str) -> torch.nn.Module:
-    """Build the model, on the meta device."""
-    return llama_3_8b(**SHAPES[shape], max_position_embeddings=LENGTH, use_cache=False).train()
-
-
 def profiled(shape: str, sequences: int) -> sacplan.Profile:
     """Profile the step of the whole model on one device."""
     batch = empty_text(sequences, LENGTH)
-    return sacplan.profile(model_of(shape), batch, optimizer=fused_adamw, device=DEVICE)
+    return sacplan.profile(published(SHAPES[shape]), batch, optimizer=fused_adamw, device=DEVICE)
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
@@ -175,19 +159,6 @@ def refusals(run: Row) -> Iterator[str]:
         yield f"{mesh[1]}: {reason[1].strip()}." if mesh and reason else text
 
 
-def _line(run: Row) -> str:
-    seconds = ", ".join(
-        f"{name} {each['wall']:.1f} s ({each['processor']:.1f} s of the processor)"
-        for name, each in run["seconds"].items()
-        if each
-    )
-    head = (
-        f"\n{run['shape']} on {run['devices']} x {DEVICE}, {run['sequences']} sequences: one device would take "
-        f"{run['one_device_peak_bytes'] / GIB:.0f} GiB; {run['ops']} ops; {seconds}"
-    )
-    return "\n".join([head, table(run), *refusals(run)])
-
-
 def main() -> None:
     parser = Parser(__doc__, "layouts.json")
     parser.choice("--runs", RUNS)
@@ -198,7 +169,7 @@ def main() -> None:
         shape, devices, sequences = RUNS[name]
         for each in sequences:
             runs.append(looked(shape, devices, each, search=arguments.search))
-            print(_line(runs[-1]), flush=True)
+            print(f"\n{as_text(runs[-1])}\n{table(runs[-1])}", *refusals(runs[-1]), sep="\n", flush=True)
             write_results(arguments.json, runs, device=DEVICE, search=arguments.search)
 
 

@@ -22,13 +22,10 @@ from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.plans import timed
 from benchmarks.harness.processes import Limits, in_workers
 from benchmarks.harness.results import Row
-from benchmarks.harness.table import Table
 from benchmarks.models import cases
 from examples.transformer import Transformer
 
 BUDGET = 0.6
-_STAGES = ("step", "trace", "fit", "solve", "replay", "all", "MiB")
-_TABLE = Table(("layers", ">6"), ("who", ">10"), *((stage, ">7.2f") for stage in _STAGES))
 
 
 def main() -> None:
@@ -43,12 +40,7 @@ def main() -> None:
         (found,) = in_workers([str(layers)], RUNS[who], _stopped, jobs=1, limits=Limits(seconds=limit))
         return [{"layers": layers, "who": who} | found]
 
-    def line(row: Row) -> str:
-        cells = _TABLE.row(row["layers"], row["who"], *(row.get(stage) for stage in _STAGES))
-        return f"{cells}  {row['result']}"
-
-    print(f"{_TABLE.head}  result")
-    run_cases([(who, n) for n in arguments.layers for who in RUNS], rows_of, line, arguments.json)
+    run_cases([(who, n) for n in arguments.layers for who in RUNS], rows_of, arguments.json)
 
 
 def _stopped(layers: str, reason: str, seconds: float) -> Row:

@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.harness.command import Parser
 from benchmarks.harness.played import RunFigures, allocator_figures
-from benchmarks.harness.results import GIB, MIB, RESULTS, ROOT, Row, read_results, write_results
-from benchmarks.harness.table import Table, csv_text, markdown_table
+from benchmarks.harness.results import GIB, MIB, RESULTS, ROOT, Row, as_text, read_results, write_results
+from benchmarks.harness.table import csv_text, markdown_table
 from benchmarks.models.published_step import COMPILE, Point, Step
 from benchmarks.models.published_steps import STEPS
 from benchmarks.models.published_times import timed_rows
@@ -161,13 +161,14 @@ _PEAKS = """Medians and 90th percentiles of the errors, and the worst figure. Of
 optimizer and the loop around them are published, or follow from published code; of the others, a part is assumed.
 Steps that ran with `torch.compile` are recorded so, without kernels, unless the file says that it is left out."""
 
-_TIMES = """Rates of steps, and times that others have published (`benchmarks/data/steps.jsonl`). Where the CPU issues kernels more slowly than the GPU runs them, the GPU waits: 55
-us are taken for an op of a forward pass and 10 for others, fitted to the small steps here and [our own](gpu.md).
-Torchvision's small steps are timed from one wait for the GPU to the next, and copy their images in between. The H100
-with 96 GB draws at most 500 W; its rate of matrix products is fitted to `titan822-default`. MPT ran attention in
-Triton, for which the rates of FlashAttention-2's paper are taken. prime-rl's trainer of reinforcement learning asked
-the GPU for a value at each token, which takes 16.5 us as an op without autograd does. Besides, its steps on an H100
-with short sequences take 0.2 to 0.3 s longer, which we cannot explain."""
+_TIMES = """Rates of steps, and times that others have published (`benchmarks/data/steps.jsonl`). Where the CPU issues
+kernels more slowly than the GPU runs them, the GPU waits: 55 us are taken for an op of a forward pass and 10
+for others, fitted to the small steps here and [our own](gpu.md). Torchvision's small steps are timed from
+one wait for the GPU to the next, and copy their images in between. The H100 with 96 GB draws at most 500 W;
+its rate of matrix products is fitted to `titan822-default`. MPT ran attention in Triton, for which the rates
+of FlashAttention-2's paper are taken. prime-rl's trainer of reinforcement learning asked the GPU for a value
+at each token, which takes 16.5 us as an op without autograd does. Besides, its steps on an H100 with short
+sequences take 0.2 to 0.3 s longer, which we cannot explain."""
 
 _LEFT_OUT = {False: "", True: ", compiled, predicted without"}
 _KINDS = {"known": "eager, known", "assumed": "eager, something assumed", "compiled": "compiled"}
@@ -316,24 +317,6 @@ def _bytes(nbytes: float, unit: str) -> str:
 
 # --- the command ------------------------------------------------------------------------------------------
 
-TABLE = Table(
-    ("step", "<46"), ("figure", "<20"), ("published GiB", ">13.3f"), ("predicted GiB", ">13.3f"),
-    ("error", "+9.3%"),
-)  # fmt: skip
-
-
-def line(row: Row) -> str:
-    if "time_error" in row:
-        times = (f"{row[key]:.1f} ms" for key in ("published_ms", "predicted_ms"))
-        return TABLE.row(row["id"][:46], "time", *times, row["time_error"])
-    return TABLE.row(
-        f"{row['id']} {row['part']}"[:46],
-        row["figure"],
-        row["published_bytes"] / GIB,
-        row["predicted_bytes"] / GIB,
-        row["error"],
-    )
-
 
 def _in_order(rows: Iterable[Row]) -> list[Row]:
     order = list(STEPS)
@@ -358,11 +341,10 @@ def main(argv: list[str] | None = None) -> None:
     if options.json is not None and options.json.exists():
         rows = [row for row in read_results(options.json)[1] if row["id"] not in options.only]
         rows = [row for row in rows if row["id"] in STEPS]
-    print(TABLE.head)
     for name in options.only:
         found = rows_of(name, published[name])
         for row in found:
-            print(line(row), flush=True)
+            print(as_text(row), flush=True)
         rows = _in_order([*rows, *found])
         write_results(options.json, rows)
     if options.json == RESULTS / "published.json":

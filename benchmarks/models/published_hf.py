@@ -10,6 +10,7 @@ from torch import nn
 
 from benchmarks.harness.played import Loop
 from benchmarks.harness.results import MIB
+from benchmarks.models import cases
 from benchmarks.models.published_step import (
     Built,
     Point,
@@ -62,14 +63,7 @@ _BERT = functools.partial(
 
 
 def _peft(kind: Literal["full", "lora", "ln"]) -> Built:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=128256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28,
-        num_attention_heads=24, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model: Any = transformers.LlamaForCausalLM(config).bfloat16()
+    model: Any = cases.published("meta-llama/Llama-3.2-3B")
     if kind != "full":
         import peft
 

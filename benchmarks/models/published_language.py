@@ -14,6 +14,7 @@ from torch import nn
 import sacplan
 from benchmarks.harness.played import Loop
 from benchmarks.harness.results import GIB, MIB
+from benchmarks.models import cases
 from benchmarks.models import published_networks as networks
 from benchmarks.models.published_step import (
     COMPILE,
@@ -32,7 +33,6 @@ from benchmarks.models.published_step import (
     step_in_backward,
 )
 from sacplan.core.program import Op, Phase, Program
-from sacplan.integrations.hf import architectures
 from sacplan.profiling.optimizer_table import AdamW8bitSizes
 
 # --- minGPT -----------------------------------------------------------------------------------------------
@@ -267,9 +267,7 @@ def _qlora_70b() -> Built:
     import peft
     import transformers
 
-    row = architectures.find("meta-llama/Llama-2-70b-hf")
-    assert row is not None
-    config = transformers.LlamaConfig(**row.values, use_cache=False)
+    config = cases.published_config("meta-llama/Llama-2-70b-hf")
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     model = sacplan.with_lora(

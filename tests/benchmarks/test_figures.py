@@ -179,7 +179,7 @@ def test_models_of_other_packages() -> None:
 
 def test_why_gemma_stops() -> None:
     """One layer shows what the page says of attention that computes whole scores. All layers are alike."""
-    case = chunk_models.gemma_2_2b(32768, layers=1)
+    case = chunk_models.OFFLOADED["gemma-2-2b"](32768, num_hidden_layers=1)
     profile = case.profile("h100")
     program = profile.program
     (backward,) = (

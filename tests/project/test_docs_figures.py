@@ -53,7 +53,10 @@ def own_runtime() -> Iterator[tuple[str, str]]:
     calls = row(row(results("layouts")["rows"], shape="8b", devices=8)["rows"], mesh={"tp": 8})
     page = "docs/which-parallelism.md"
     yield page, f"takes up to {less:.0%} less time for single layers".replace("%", " %")
-    yield page, f"With `tp 8` its peak is {ours} GiB instead of {calls['unplanned_peak_bytes'] / 2**30:.1f} GiB"
+    yield (
+        page,
+        f"With `tp 8` its peak is {ours} GiB instead of {calls['unplanned_peak_bytes'] / 2**30:.1f} GiB",
+    )
 
 
 def modes() -> Iterator[tuple[str, str]]:
