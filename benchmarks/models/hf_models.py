@@ -51,8 +51,8 @@ def _batch(inputs: dict[str, Any]) -> Batch:
             made["attention_mask"][0, -ids.shape[1] // 4 :] = 0
     if "mm_token_type_ids" in inputs:
         made["mm_token_type_ids"] = (ids == inputs["mm_token_type_ids"]).long()
-    if inputs.get("labels") == "input_ids":
-        labels = ids.clone()
+    if inputs.get("labels") in ("input_ids", "the same"):  # a copy, or the tensor itself
+        labels = ids if inputs["labels"] == "the same" else ids.clone()
         made["labels"] = labels.masked_fill(made["attention_mask"] == 0, -100) if mask == "padded" else labels
     return made
 
@@ -147,6 +147,8 @@ def build(
 
 def _joined(batches: list[Batch]) -> Batch:
     """Join tensors and lists end to end; anything else stays as the first batch has it."""
+    if len(batches) == 1:
+        return batches[0]
 
     def join(values: list[Any]) -> Any:
         if isinstance(values[0], torch.Tensor):
