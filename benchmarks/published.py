@@ -66,8 +66,13 @@ def published_rows() -> dict[str, dict[str, Any]]:
 def rows_of(name: str, published: Mapping[str, Any]) -> list[Row]:
     """Return a row for each figure of a step, or one that says why there is none."""
     step = STEPS[name]
-    about: Row = {"id": name, "kind": step.kind, "unknown": step.unknown, "missing": step.missing}
-    about["other_card"] = step.other_card
+    about: Row = {
+        "id": name,
+        "kind": step.kind,
+        "unknown": published.get("unknown", ""),
+        "missing": step.missing,
+    }
+    about["other_card"] = published.get("other_card", "")
     profile, plan = step.recorded()
     program = profile.program if plan is None else profile.with_plan(plan)
     step_ms = eager_ms(program) + step.asks * ASKED_MS

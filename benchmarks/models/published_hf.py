@@ -57,8 +57,6 @@ _BERT = functools.partial(
     workspace_bytes=0,
     loop=Loop("never"),
     assumed=True,
-    unknown="the published figure is the card's use, less the 1,343 MiB of the context before training; what cuBLAS "
-    "and kernels load later is in it. Not explained: 1.5 to 2 GiB",
 )
 
 
@@ -88,8 +86,6 @@ _PEFT = functools.partial(
     points=(Point(part=("max_reserved",), figure="reserved"),),
     device="l40s",
     assumed=True,
-    unknown="lengths of the batches: the prediction is for four sequences of 768 tokens, the longest that there can "
-    "be. The cache is emptied every few steps, and evaluations run between them",
 )
 
 

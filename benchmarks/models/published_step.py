@@ -112,9 +112,7 @@ class Step:
         asks: values that its loop asks the GPU for one after the other, beside the model.
         group: the class of steps that its time belongs to, in the table of times; empty: none.
         assumed: whether what is not known decides the figure.
-        unknown: what is not known of the setting.
         missing: what the step had that the prediction has not.
-        other_card: how the card of the predicted times differs from the one that was measured.
     """
 
     build: Callable[[], Built]
@@ -137,9 +135,7 @@ class Step:
     asks: int = 0
     group: str = ""
     assumed: bool = False
-    unknown: str = ""
     missing: str = ""
-    other_card: str = ""
 
     @property
     def kind(self) -> Kind:

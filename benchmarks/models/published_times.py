@@ -129,7 +129,6 @@ def _examples(row: Mapping[str, Any]) -> Step:
         device="a100-80gb",
         samples=batch,
         group="vision training on an A100",
-        unknown="the batch",
     )
 
 
@@ -182,7 +181,6 @@ def _foundry(row: Mapping[str, Any]) -> Step:
         samples=setting["microbatch"] * setting["seq"] * setting["accumulation"],
         accumulation=setting["accumulation"],
         group="MPT, FSDP, " + ("up to 4,096 tokens" if setting["seq"] <= 4096 else "longer"),
-        unknown="FSDP1, predicted as FSDP2; the loss was fused",
     )
 
 
@@ -223,7 +221,6 @@ def _fms(row: Mapping[str, Any]) -> Step:
         samples=batch * 4096 if rate else 0,
         group="Mistral-7B, checkpointed" if rate else "",
         assumed=lora,
-        unknown="rank and layers of the adapters" if lora else "",
     )
 
 
@@ -241,7 +238,7 @@ def _t5(row: Mapping[str, Any]) -> Step:
         adam = functools.partial(torch.optim.AdamW, foreach=False)
         return Built(model=model, batch=batch, loss_fn=lambda m, b: m(**b).loss, optimizer=adam)
 
-    return Step(build=build, points=(), device="rtx-3090", samples=1, group="small steps", unknown="lengths")
+    return Step(build=build, points=(), device="rtx-3090", samples=1, group="small steps")
 
 
 _MAKERS = {
