@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import json
 import statistics
 import sys
 import time
@@ -41,7 +42,7 @@ import sacplan
 from benchmarks.gpu_times import CHANGED, profiled
 from benchmarks.harness.command import Parser
 from benchmarks.harness.plans import as_budget, budget_at, timed
-from benchmarks.harness.results import MIB, RESULTS, Row, as_text, read_results, write_results
+from benchmarks.harness.results import MIB, RESULTS, ROOT, Row, as_text, read_results, write_results
 from benchmarks.harness.steps import tensors_of
 from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.models import gpu_models
@@ -285,36 +286,16 @@ def predict_again(rows: list[Row]) -> None:
 # --- attention and cuBLAS ---------------------------------------------------------------------------
 
 BACKENDS = {-1: "error", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
-ATTENTION: list[tuple[str, Row]] = [
-    ("bf16", {}),
-    ("fp16", {"dtype": torch.float16}),
-    ("fp32", {"dtype": torch.float32}),
-    ("fp64", {"dtype": torch.float64}),
-    ("causal", {"is_causal": True}),
-    ("causal, other key length", {"is_causal": True, "keys": 64}),
-    ("dropout 0.1", {"dropout_p": 0.1}),
-    ("dropout 0.125", {"dropout_p": 0.125}),
-    ("bool mask 4-D", {"mask": (2, 1, 128, 128)}),
-    ("mask 2-D", {"mask": (128, 128)}),
-    ("mask that needs a gradient", {"mask": (1, 4, 128, 128), "mask_grad": True}),
-    ("grouped queries", {"kv_heads": 2, "enable_gqa": True}),
-    ("grouped queries, mask", {"kv_heads": 2, "enable_gqa": True, "mask": (2, 1, 128, 128)}),
-    ("grouped queries, fp32", {"kv_heads": 2, "enable_gqa": True, "dtype": torch.float32}),
-    ("head 60", {"dim": 60}),
-    ("head 128", {"dim": 128}),
-    ("head 192", {"dim": 192}),
-    ("head 256", {"dim": 256}),
-    ("head 264", {"dim": 264}),
-    ("3-D", {"three": True}),
-    ("no gradient", {"grad": False}),
-]
+ATTENTION: list[tuple[str, Row]] = json.loads(
+    (ROOT / "benchmarks/data/attention_calls.json").read_text("utf-8")
+)
 
 
 def attention_rows(spec: DeviceSpec, device: str) -> list[Row]:
     """Return torch's choice of an attention kernel beside ours; on a CPU, which has other rules, they may differ."""
     rows = []
     for name, o in ATTENTION:
-        dtype, dim, heads = o.get("dtype", torch.bfloat16), o.get("dim", 64), o.get("kv_heads", 4)
+        dtype, dim, heads = getattr(torch, o.get("dtype", "bfloat16")), o.get("dim", 64), o.get("kv_heads", 4)
         grad, three = o.get("grad", True), o.get("three", False)
         shapes = [(2, 4, 128, dim), *[(2, heads, o.get("keys", 128), dim)] * 2]
         q, k, v = (
