@@ -1,7 +1,6 @@
 """Are predictions right on a CUDA device: peaks, step times, attention kernels, cuBLAS workspaces?
 
     python -m benchmarks.gpu [--names gpt2 llama ...] [--kinds bf16 autocast] [--seconds 420] [--json FILE]
-    python -m benchmarks.gpu --smoke          # the same code on the CPU, at tiny sizes
     python -m benchmarks.gpu --table          # the table of docs/gpu.md, from the committed figures
     python -m benchmarks.gpu --predict        # the same with today's predictions beside what was measured
 
@@ -43,7 +42,6 @@ from benchmarks.gpu_times import CHANGED, profiled
 from benchmarks.harness.command import Parser
 from benchmarks.harness.plans import as_budget, budget_at, timed
 from benchmarks.harness.results import MIB, RESULTS, ROOT, Row, as_text, read_results, write_results
-from benchmarks.harness.steps import tensors_of
 from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.models import gpu_models
 from sacplan.device.attention import AttentionCall, attention_backend
@@ -52,7 +50,6 @@ from sacplan.device.cublas import library_workspace_bytes
 from sacplan.device.device_memory import device_memory
 from sacplan.device.devices import DeviceSpec, resolve_device
 from sacplan.record.step import Step, default_loss
-from sacplan.running.measure import measured_step
 
 ZOO = ("gpt2", "llama", "t5", "bert", "vit", "mixtral", "resnet", "mamba")
 KINDS = ("bf16", "autocast")
@@ -69,15 +66,12 @@ Build = Callable[[], tuple[torch.nn.Module, Any, Any]]
 # --- cases ------------------------------------------------------------------------------------------
 
 
-def cases(
-    names: list[str] | None, kinds: list[str], smoke: bool, device: str
-) -> Iterator[tuple[Row, Build | str]]:
+def cases(names: list[str] | None, kinds: list[str], device: str) -> Iterator[tuple[Row, Build | str]]:
     """Yield what is to be measured: (model and kind, how to build it or why it is left out)."""
-    size = "smoke" if smoke else "gpu"
     for kind in kinds:
         for name in gpu_models.MODELS:
             if names is None or name in names:
-                build = _bind(gpu_models.build, name, size, device, torch.bfloat16, kind == "autocast")
+                build = _bind(gpu_models.build, name, device, torch.bfloat16, kind == "autocast")
                 yield {"model": name, "kind": kind}, build
     wanted = [f"transformers/{n}" for n in ZOO if names is None or f"transformers/{n}" in names]
     if not wanted:
@@ -89,7 +83,7 @@ def cases(
             yield {"model": name, "kind": "bf16"}, f"not installed: {error.name or error}"
         return
     for name in wanted:
-        build = _bind(_from_hf_models, hf_models, name.split("/")[1], "small" if smoke else "medium", device)
+        build = _bind(_from_hf_models, hf_models, name.split("/")[1], device)
         yield {"model": name, "kind": "bf16"}, build
 
 
@@ -97,9 +91,9 @@ def _bind(function: Callable[..., Any], *args: Any) -> Build:
     return lambda: function(*args)
 
 
-def _from_hf_models(hf_models: Any, name: str, size: str, device: str) -> tuple[torch.nn.Module, Any, Any]:
+def _from_hf_models(hf_models: Any, name: str, device: str) -> tuple[torch.nn.Module, Any, Any]:
     torch.manual_seed(0)
-    model, batch, loss_fn = hf_models.build(name, size, device=device, dtype=torch.bfloat16)
+    model, batch, loss_fn = hf_models.build(name, device=device, dtype=torch.bfloat16)
     return model, {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}, loss_fn
 
 
@@ -108,7 +102,7 @@ def _from_hf_models(hf_models: Any, name: str, size: str, device: str) -> tuple[
 
 def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
     """Measure everything about one model."""
-    own = memory_before(device)
+    own = memory_before()
     model, batch, loss_fn = build()
     loss_fn = loss_fn or default_loss
     spec = specs["datasheet"]
@@ -141,7 +135,7 @@ def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
     again = gradients(model, batch, loss_fn)
     row["deterministic"] = equal(plain, again)
     del again
-    row |= _measured(model, batch, loss_fn, device, own)
+    row |= _measured(model, batch, loss_fn, own)
     row["plans"] = []
     smallest = sacplan.plan(seen, "smallest").peak_bytes
     for share in SHARES:
@@ -151,7 +145,7 @@ def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
             planned: Row = {"budget_bytes": budget, "predicted_peak_bytes": plan.peak_bytes}
             planned["predicted_ms"] = plan.planned_ms
             planned["bit_equal"] = equal(plain, gradients(model, batch, loss_fn))
-            planned |= _measured(model, batch, loss_fn, device, own)
+            planned |= _measured(model, batch, loss_fn, own)
         planned["predicted_allocator"] = msgspec.to_builtins(plan.device_memory)
         planned["within_budget"] = planned["measured_peak_bytes"] <= budget
         row["plans"].append(planned)
@@ -177,16 +171,13 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def _measured(model: torch.nn.Module, batch: Any, loss_fn: Any, device: str, own: Memory) -> Row:
+def _measured(model: torch.nn.Module, batch: Any, loss_fn: Any, own: Memory) -> Row:
     """Measure the peak, as the sum of tensors, and the time of real steps with AdamW, and what the allocator says.
 
     The learning rate is 0, so that the next measurement finds the same weights.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     step = Step(model, batch, loss_fn, optimizer)
-    if device == "cpu":
-        seen = measured_step(step, tensors_of(batch))
-        return {"measured_peak_bytes": seen.peak_bytes, "measured_ms": seen.wall_ms}
     return timed_steps(step, own)
 
 
@@ -251,14 +242,11 @@ class Memory:
     reserved: int = 0
 
 
-def memory_before(device: str) -> Memory:
+def memory_before() -> Memory:
     """Return what is on the device before a row begins.
 
     A cuBLAS workspace of the backward thread cannot be dropped. It counts as the row's, for the step uses it.
     """
-    if device == "cpu":
-        gc.collect()
-        return Memory()
     _forget_memory()
     left, workspace = torch.cuda.memory_allocated(), library_workspace_bytes(resolve_device("cuda"))
     if workspace and left in (workspace, 2 * workspace):
@@ -292,7 +280,7 @@ ATTENTION: list[tuple[str, Row]] = json.loads(
 
 
 def attention_rows(spec: DeviceSpec, device: str) -> list[Row]:
-    """Return torch's choice of an attention kernel beside ours; on a CPU, which has other rules, they may differ."""
+    """Return torch's choice of an attention kernel beside ours."""
     rows = []
     for name, o in ATTENTION:
         dtype, dim, heads = getattr(torch, o.get("dtype", "bfloat16")), o.get("dim", 64), o.get("kv_heads", 4)
@@ -315,7 +303,7 @@ def attention_rows(spec: DeviceSpec, device: str) -> list[Row]:
             mask_requires_grad=mask is not None and mask.requires_grad, enable_gqa=gqa, needs_grad=grad, **options,
         )  # fmt: skip
         row["ours"] = attention_backend(spec, call)
-        row["agree"] = row["torch"] == row["ours"] if device != "cpu" else None
+        row["agree"] = row["torch"] == row["ours"]
         rows.append(row)
     return rows
 
@@ -323,8 +311,6 @@ def attention_rows(spec: DeviceSpec, device: str) -> list[Row]:
 def cublas_report(spec: DeviceSpec, device: str) -> Row:
     """Return the size of a workspace, and how many a forward and a backward product leave behind."""
     report: Row = {"predicted_bytes": library_workspace_bytes(spec), "predicted_count": 2}
-    if device == "cpu":
-        return report
     ask = getattr(torch._C, "_cuda_getCublasWorkspaceSize", None)
     report["torch_says_bytes"] = ask() if ask is not None else None
     a = torch.randn(64, 64, device=device, requires_grad=True)
@@ -350,7 +336,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--seconds", type=float, default=420.0, help="start no further row after this long")
     parser.add_argument("--table", action="store_true", help="only put the committed figures on the page")
-    parser.add_argument("--smoke", action="store_true", help="on the CPU, at tiny sizes")
     parser.add_argument(
         "--predict", action="store_true", help="predict the committed steps again, with no GPU"
     )
@@ -366,14 +351,13 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = sorted(set(options.names or ()) - set(known))
     if unknown:
         parser.error(f"unknown names {unknown}; known: {', '.join(known)}")
-    if not options.smoke and not torch.cuda.is_available():
-        parser.error("there is no CUDA device here; --smoke runs the same code on the CPU")
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device here")
     began = time.perf_counter()
-    device = "cpu" if options.smoke else "cuda"
-    spec = resolve_device(device)
-    here = calibrate(device, matmul_size=64, copy_bytes=2**16) if options.smoke else calibrate(device)
+    device = "cuda"
+    spec, here = resolve_device(device), calibrate(device)
     specs = {"datasheet": spec, "calibrated": here}
-    board = "cpu" if options.smoke else torch.cuda.get_device_name()
+    board = torch.cuda.get_device_name()
     print(f"{board} ({spec.name}), torch {torch.__version__}, CUDA {torch.version.cuda}")
     data: Row = {
         "device": spec.name,
@@ -381,15 +365,14 @@ def main(arguments: list[str] | None = None) -> int:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "smoke": options.smoke,
         "calibrated": dataclasses.asdict(here),
         "cublas": cublas_report(spec, device),
-        "attention": attention_rows(spec if device == "cuda" else resolve_device("h100"), device),
+        "attention": attention_rows(spec, device),
     }
     print(*map(as_text, (data["cublas"], *data["attention"])), sep="\n")
     rows: list[Row] = []
     lost = ""
-    for row, build in cases(options.names, options.kinds, options.smoke, device):
+    for row, build in cases(options.names, options.kinds, device):
         rows.append(row)
         if isinstance(build, str):
             row["skipped"] = build
@@ -403,7 +386,7 @@ def main(arguments: list[str] | None = None) -> int:
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 row["traceback"] = traceback.format_exc()
-            lost = _context_lost(device)
+            lost = _context_lost()
         for each in (row, *row.get("plans", ())):
             print(as_text({"model": row["model"]} | each), flush=True)
     data["seconds"] = round(time.perf_counter() - began, 1)
@@ -414,10 +397,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _context_lost(device: str) -> str:
+def _context_lost() -> str:
     """Return why the CUDA context can no longer be used after a row; "" if it can."""
-    if device == "cpu":
-        return ""
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:

@@ -50,8 +50,8 @@ CHOICES = (("recompute",), ("offload",), ("recompute", "offload"))
 
 
 def _case(name: str) -> tuple[Case, gpu.Memory]:
-    own = gpu.memory_before("cuda")
-    model, batch, loss_fn = gpu_models.build(name, "gpu", "cuda", torch.bfloat16, False)
+    own = gpu.memory_before()
+    model, batch, loss_fn = gpu_models.build(name, "cuda", torch.bfloat16, False)
     return Case(model, batch, loss_fn, torch.optim.AdamW), own
 
 
@@ -131,7 +131,7 @@ def _llama_3_8b(device: str) -> Case:
 
 def limit(name: str) -> Iterator[Row]:
     """Yield the row of Llama-3-8B, whose plan is for all that the card has."""
-    own = gpu.memory_before("cuda")
+    own = gpu.memory_before()
     case = _llama_3_8b("cuda")
     profile = case.profile("cuda")
     plan = sacplan.plan(profile)

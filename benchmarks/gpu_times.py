@@ -33,7 +33,7 @@ def profiled(name: str, kind: str) -> sacplan.Profile:
 
         built = hf_models.build(name.split("/")[1], dtype=torch.bfloat16)
     else:
-        built = gpu_models.build(name, "gpu", "meta", torch.bfloat16, kind == "autocast")
+        built = gpu_models.build(name, "meta", torch.bfloat16, kind == "autocast")
     return sacplan.profile(*built, torch.optim.AdamW, device="h100")
 
 

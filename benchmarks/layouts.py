@@ -9,8 +9,8 @@ of a rank is the memory of an H100 less a headroom of 15 %.
 
 A row is a way to run the step: the mesh, how the step is spread, peak per rank without and with a plan,
 ms of a step, of recomputation and of exposed communication, and samples per second: those of ``sacplan.layouts``.
-Seconds are of the profile, of all plans of ``layouts`` together, and of a plan on the best mesh; those of the
-processor tell how long it takes when nothing else runs.
+Seconds are of the profile and of all plans of ``layouts`` together; those of the processor tell how long it takes when
+nothing else runs.
 """
 
 from __future__ import annotations
@@ -66,12 +66,6 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
     found, planning = timed(
         lambda: sacplan.layouts(profile, devices=devices, headroom=DEFAULT_HEADROOM, search=search)
     )
-    best, one_mesh = None, {}
-    if found.rows[0].fits and devices > 1:
-        best = dict(found.rows[0].mesh)
-        fresh = profiled(shape, sequences)  # one that has worked out nothing yet
-        budget = f"{found.budget_bytes}B"
-        _, one_mesh = timed(lambda: sacplan.plan(fresh, budget, mesh=best))
     rows = [
         {
             "mesh": row.mesh,
@@ -86,7 +80,7 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
         }
         for row in found.rows
     ]
-    seconds = {"profile": tracing, "layouts": planning, "plan_on_best_mesh": one_mesh}
+    seconds = {"profile": tracing, "layouts": planning}
     return {
         "shape": shape,
         "devices": devices,
@@ -96,7 +90,6 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
         "one_device_peak_bytes": profile.peak_bytes,
         "ops": len(profile.recorded.ops),
         "seconds": seconds,
-        "best_mesh": best,
         "refused": list(found.refused),
         "rows": sorted(rows, key=_order),
     }

@@ -41,7 +41,7 @@ _TIE_MS = 1e-6
 
 
 def _built(name: str) -> Case:
-    return Case(*gpu_models.build(name, "gpu", "meta", torch.bfloat16, autocast=False))
+    return Case(*gpu_models.build(name, "meta", torch.bfloat16, autocast=False))
 
 
 MODELS: dict[str, Callable[[], Case]] = {

@@ -3,9 +3,9 @@
     model, batch, loss_fn = hf_models.build("gpt2", "small", device="cpu")
 
 ``benchmarks/data/hf_models.json`` has the class of each, and for a size the arguments of its configuration and the
-inputs of its batch. Sizes are "small" (a real step runs on a laptop's CPU), "medium" (a few GiB on a GPU) and
-"compiled" (for ``compiled_models.py``). ``VARIANTS`` are architectures with LoRA, frozen layers or gradient
-accumulation. ``build`` makes either.
+inputs of its batch. Sizes are "small" (a real step runs on a laptop's CPU), "medium" (a few GiB on a GPU),
+"compiled" (for ``compiled_models.py``) and "frontier". ``VARIANTS`` are architectures with LoRA, frozen layers or
+gradient accumulation. ``build`` makes either.
 """
 
 from __future__ import annotations
