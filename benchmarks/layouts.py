@@ -9,16 +9,14 @@ of a rank is the memory of an H100 less a headroom of 15 %.
 
 A row is a way to run the step: the mesh, how the step is spread, peak per rank without and with a plan,
 ms of a step, of recomputation and of exposed communication, and samples per second: those of ``sacplan.layouts``.
-Seconds are of the profile and of all plans of ``layouts`` together; those of the processor tell how long it takes when
-nothing else runs.
+Processor seconds are of all plans of ``layouts`` together.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import sacplan
 from benchmarks.harness.command import Parser
@@ -53,19 +51,11 @@ def profiled(shape: str, sequences: int) -> sacplan.Profile:
     return sacplan.profile(published(SHAPES[shape]), batch, optimizer=fused_adamw, device=DEVICE)
 
 
-def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """Call a function; return its result, and the seconds by the clock and of the processor."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    found = work()
-    return found, {"wall": time.perf_counter() - wall, "processor": time.process_time() - cpu}
-
-
 def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
     """Return a run: all ways to spread a step over a number of devices."""
-    profile, tracing = timed(lambda: profiled(shape, sequences))
-    found, planning = timed(
-        lambda: sacplan.layouts(profile, devices=devices, headroom=DEFAULT_HEADROOM, search=search)
-    )
+    profile, began = profiled(shape, sequences), time.process_time()
+    found = sacplan.layouts(profile, devices=devices, headroom=DEFAULT_HEADROOM, search=search)
+    seconds = time.process_time() - began
     rows = [
         {
             "mesh": row.mesh,
@@ -80,7 +70,6 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
         }
         for row in found.rows
     ]
-    seconds = {"profile": tracing, "layouts": planning}
     return {
         "shape": shape,
         "devices": devices,
@@ -89,7 +78,7 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
         "budget_bytes": found.budget_bytes,
         "one_device_peak_bytes": profile.peak_bytes,
         "ops": len(profile.recorded.ops),
-        "seconds": seconds,
+        "processor_seconds": seconds,
         "refused": list(found.refused),
         "rows": sorted(rows, key=_order),
     }
@@ -117,13 +106,9 @@ def cells_of(row: Row, length: int) -> list[str]:
     return [*way, *peaks, *times, f"{row['samples_per_s'] * length:,.0f}"]
 
 
-def table(run: Row, most: int | None = None) -> str:
+def table(run: Row) -> str:
     """Write a run as a table in Markdown: what fits, the fastest first, then the ways that do not."""
-    return markdown_table(HEADS, (cells_of(row, run["length"]) for row in run["rows"][:most]))
-
-
-_SHORT = 9
-"""Rows of a table in the docs."""
+    return markdown_table(HEADS, (cells_of(row, run["length"]) for row in run["rows"]))
 
 
 def markdown(runs: Sequence[Row], shape: str = "8b") -> str:
@@ -134,11 +119,7 @@ def markdown(runs: Sequence[Row], shape: str = "8b") -> str:
             continue
         gpus = f"{run['devices']} GPU{'s' if run['devices'] > 1 else ''}"
         sequences = f"{run['sequences']} sequence{'s' if run['sequences'] > 1 else ''}"
-        found += ["", f"**{gpus}, {sequences} a step**", "", table(run, _SHORT)]
-        left = len(run["rows"]) - _SHORT
-        if left > 0:
-            fit = sum(row["fits"] for row in run["rows"][_SHORT:])
-            found += ["", f"{left} more ways are slower or do not fit; {fit} of them fit."]
+        found += ["", f"**{gpus}, {sequences} a step**", "", table(run)]
         if run["refused"]:
             found += ["", "Not possible: " + " ".join(refusals(run))]
     return "\n".join(found).strip()

@@ -8,7 +8,7 @@ too, ``use_cache=False``; and ResNet-50 (16 blocks, 128 images of 224 x 224, flo
 
 A row is a mode of ``sacplan.policy``, as ``sacplan.frontier`` lists them: its peak, and what it recomputes. A fake step
 with the mode applied must have the peak and the FLOPs that are predicted. Beside it, for the mode's peak as the budget,
-stand the plan of "best", and that of "rotor" where the model is a chain; ``-`` where a solver finds no plan.
+stand the plans of "best" and "rotor"; ``-`` where a solver finds no plan.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ def rows_of(name: str) -> list[Row]:
     table = sacplan.frontier(profile, points=2, solvers=("best",))
     figures = {row["solver"]: row for row in table.to_dict("records")}
     figures["none"] = figures.pop("best")  # the last row of a solver is the unplanned step
-    solvers = SOLVERS if _is_chain(profile) else SOLVERS[:1]
     rows = []
     for mode, (kind, option) in MODES.items():
         if mode not in figures:  # the model has too few layers, or the mode discards nothing
@@ -94,20 +93,12 @@ def rows_of(name: str) -> list[Row]:
         rows.append(
             {"model": name, "title": title, "mode": mode, "unplanned_bytes": profile.peak_bytes}
             | {k: figures[mode][k] for k in _FIGURES}
-            | {solver: _for_bytes(profile, plan.peak_bytes, solver) for solver in solvers}
+            | {solver: _for_bytes(profile, plan.peak_bytes, solver) for solver in SOLVERS}
         )
     return rows
 
 
 _FIGURES = ("peak_bytes", "recompute_ms", "recompute_share", "recompute_flops", "recompute_flops_share")
-
-
-def _is_chain(profile: sacplan.Profile) -> bool:
-    try:
-        profile.chain  # noqa: B018, the property raises
-    except sacplan.errors.PlanError:
-        return False
-    return True
 
 
 def _for_bytes(profile: sacplan.Profile, budget_bytes: int, solver: str) -> Row | None:
@@ -131,15 +122,14 @@ def _for_bytes(profile: sacplan.Profile, budget_bytes: int, solver: str) -> Row 
 
 def markdown(rows: list[Row]) -> str:
     """Write the table of one model, under its title."""
-    solvers = [solver for solver in SOLVERS if solver in rows[0]]
     heads = ["mode", "peak GiB", "recompute, % of time", "% of FLOPs"]
-    heads += [f"{solver}: {share}" for solver in solvers for share in ("% of time", "% of FLOPs")]
+    heads += [f"{solver}: {share}" for solver in SOLVERS for share in ("% of time", "% of FLOPs")]
     lines = (
         (
             row["mode"],
             f"{row['peak_bytes'] / GIB:.2f}",
             *_shares(row),
-            *(s for solver in solvers for s in _shares(row[solver])),
+            *(s for solver in SOLVERS for s in _shares(row[solver])),
         )
         for row in rows
     )

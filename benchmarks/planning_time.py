@@ -11,7 +11,6 @@ constant; that takes time off it, not on. It is stopped at the limit.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -48,10 +47,6 @@ def _stopped(layers: str, reason: str, seconds: float) -> Row:
     return {"result": reason.replace("not done", "stopped")}
 
 
-def _peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
 # --- planners ---------------------------------------------------------------------------------------------
 
 
@@ -76,7 +71,6 @@ def _stages(case: cases.Case) -> Row:
     bound = plan.lower_bound_ms / plan.step_ms
     return {
         "trace": trace, "fit": fit, "solve": solve, "replay": replay_one, "all": trace + fit + solve,
-        "MiB": _peak_mib(),
         "result": f"{share:.3f} of the peak, recompute {recompute:.2%} of the step (bound {bound:.2%})",
     }  # fmt: skip
 

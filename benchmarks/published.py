@@ -150,37 +150,12 @@ def _rate(step: Step, published: Mapping[str, Any]) -> float | None:
 
 # --- the page ---------------------------------------------------------------------------------------------
 
-_HEAD = """# Predicted beside measured
-
-What sacplan predicts, beside what others have measured on GPUs; [another page](gpu.md) has our own measurements.
-[`measured.csv`](data/measured.csv) has each figure, its source, and what had to be assumed, and the published figures
-that are not compared, with the reason. `benchmarks/data/peaks.jsonl` says how to get the same step again.
-
-Each step is recorded as a fake step for its GPU, with the project's own rule for checkpointing, and played on a
-simulation of PyTorch's caching allocator from the start of a run until nothing changes.
-
-<!-- made by python -m benchmarks.published -->
-"""
-
-_PEAKS = """Medians and 90th percentiles of the errors, and the worst figure. Of the *known* steps, model, batch, types,
-optimizer and the loop around them are published, or follow from published code; of the others, a part is assumed.
-Steps that ran with `torch.compile` are recorded so, without kernels, unless the file says that it is left out."""
-
-_TIMES = """Rates of steps, and times that others have published (`benchmarks/data/steps.jsonl`). Where the CPU issues
-kernels more slowly than the GPU runs them, the GPU waits: 55 us are taken for an op of a forward pass and 10
-for others, fitted to the small steps here and [our own](gpu.md). Torchvision's small steps are timed from
-one wait for the GPU to the next, and copy their images in between. The H100 with 96 GB draws at most 500 W;
-its rate of matrix products is fitted to `titan822-default`. MPT ran attention in Triton, for which the rates
-of FlashAttention-2's paper are taken. prime-rl's trainer of reinforcement learning asked the GPU for a value
-at each token, which takes 16.5 us as an op without autograd does. Besides, its steps on an H100 with short
-sequences take 0.2 to 0.3 s longer, which we cannot explain."""
-
 _LEFT_OUT = {False: "", True: ", compiled, predicted without"}
 _KINDS = {"known": "eager, known", "assumed": "eager, something assumed", "compiled": "compiled"}
 
 
-def page(rows: Sequence[Row], ops: Sequence[Row] = ()) -> str:
-    """Write the page: a line for each kind of figure."""
+def blocks(rows: Sequence[Row], ops: Sequence[Row]) -> dict[str, str]:
+    """Return the parts of the page that are made of the figures: a line for each kind of figure."""
     peaks = [
         (f"{_KINDS[kind]}: {_short(row)} bytes", row["error"], row["id"])
         for kind in _KINDS
@@ -193,11 +168,21 @@ def page(rows: Sequence[Row], ops: Sequence[Row] = ()) -> str:
         if "published_per_s" in row
     ]
     times = sorted((row["group"], row["time_error"], row["id"]) for row in rows if "time_error" in row)
-    lines = [_HEAD, *_summary(rows), "", "## Peaks", "", _PEAKS, "", errors_table(peaks)]
-    lines += ["", "## Rates and times", "", _TIMES, "", errors_table([*rates, *times])]
-    if ops:
-        lines += ["", "## Single ops", "", *_ops(ops)]
-    return "\n".join(lines) + "\n"
+    return {
+        "summary": _summary(rows),
+        "peaks": errors_table(peaks),
+        "rates and times": errors_table([*rates, *times]),
+        "single ops": _ops_summary(ops),
+    }
+
+
+def write_page(rows: Sequence[Row], ops: Sequence[Row]) -> None:
+    """Put the parts on the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, block in blocks(rows, ops).items():
+        before, begin, rest = text.partition(f"<!-- made by python -m benchmarks.published: {name} -->\n")
+        text = f"{before}{begin}\n{block}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    PAGE.write_text(text, encoding="utf-8")
 
 
 def percentile(errors: Sequence[float], share: float) -> float:
@@ -226,16 +211,14 @@ def _rate_error(row: Row) -> float:
     return float(row["predicted_per_s"] / row["published_per_s"] - 1)
 
 
-def _summary(rows: Sequence[Row]) -> list[str]:
+def _summary(rows: Sequence[Row]) -> str:
     known = [row for row in rows if row["kind"] == "known" and "error" in row]
     said = []
     for name in ("allocated", "reserved"):
         errors = [abs(row["error"]) for row in known if _short(row) == name]
-        if errors:
-            said.append(
-                f"{len(errors)} figures of {name} bytes are predicted to within {_percent(max(errors), signed=False)}"
-            )
-    return [f"Of eager steps whose setting is known, {', and '.join(said)}."] if said else []
+        within = _percent(max(errors), signed=False)
+        said.append(f"{len(errors)} figures of {name} bytes are predicted to within {within}")
+    return f"Of eager steps whose setting is known, {', and '.join(said)}."
 
 
 def csv_table(rows: Sequence[Row]) -> str:
@@ -267,14 +250,6 @@ def csv_table(rows: Sequence[Row]) -> str:
             kind = "not compared" if "not_built" in source else "in part not compared"
             cells.append((name, _source(source), _device(source), kind, "", "", "", "", why))
     return csv_text(heads, cells)
-
-
-def _ops(rows: Sequence[Row]) -> list[str]:
-    return [
-        "Measured by the authors of Liger-Kernel, in plain PyTorch (`benchmarks/data/op_benchmarks.csv`). "
-        "`python -m benchmarks.published_ops` compares row by row.",
-        _ops_summary(rows),
-    ]
 
 
 def _ops_summary(rows: Sequence[Row]) -> str:
@@ -353,7 +328,7 @@ def main(argv: list[str] | None = None) -> None:
         rows = _in_order([*rows, *found])
         write_results(options.json, rows)
     if options.json == RESULTS / "published.json":
-        PAGE.write_text(page(*read_page_rows()), encoding="utf-8")
+        write_page(*read_page_rows())
         CSV.write_text(csv_table(rows), encoding="utf-8")
 
 

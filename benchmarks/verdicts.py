@@ -5,7 +5,7 @@
 Full training, LoRA and QLoRA of models from 1B to 70B parameters, on one GPU of 12 GB up to eight of 80 GB. Each case
 is a command, run in a process of its own. Where somebody has published what the same step reserves, the row has both
 figures; ``benchmarks/data/peaks.jsonl`` says who, and how they came about. The table in ``docs/fit.md`` is made from
-the results, and written once all cases have one. With ``--only``, the rows of other cases stay as they are.
+the results (``--table``). With ``--only``, the rows of other cases stay as they are.
 """
 
 from __future__ import annotations
@@ -16,34 +16,16 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.command import Parser
-from benchmarks.harness.results import GIB, RESULTS, ROOT, Row, read_results, write_results
+from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.results import GIB, ROOT, Row
 from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.published import published_rows
-
-FIGURES = RESULTS / "verdicts.json"
-
 
 with (ROOT / "benchmarks" / "data" / "verdicts.csv").open(encoding="utf-8", newline="") as _file:
     CASES = {case["id"]: case for case in csv.DictReader(_file)}
 """By what is trained: the arguments of ``sacplan fit``, and the id and name of a published figure of the step."""
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = Parser(__doc__, "verdicts.json")
-    parser.choice("--only", CASES)
-    arguments = parser.begin(argv)
-    path: Path | None = arguments.json
-    known = {} if path is None or not path.exists() else {row["id"]: row for row in read_results(path)[1]}
-    for name in arguments.only:
-        known[name] = row_of(name)
-        print(f"{name}: {known[name]['verdict']}", flush=True)
-        write_results(path, [known[one] for one in CASES if one in known])
-    if path is not None and path == FIGURES and known.keys() == CASES.keys():
-        TABLE.put([known[one] for one in CASES])
 
 
 def row_of(name: str) -> Row:
@@ -109,6 +91,13 @@ TABLE = PageTable("verdicts", "fit.md", markdown)
 
 def _gib(n_bytes: int) -> str:
     return f"{n_bytes / GIB:.1f} GiB"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(__doc__, "verdicts.json", TABLE)
+    parser.choice("--only", CASES)
+    arguments = parser.begin(argv)
+    run_cases(arguments.only, lambda name: [row_of(name)], arguments.json, key="id")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Small models for ``benchmarks.compiled``: three by hand, 24 of ``hf_models``, three of timm where it is there.
+"""Small models for ``benchmarks.compiled``: three by hand, 24 of ``hf_models``.
 
     case, blocks = MODELS["llama"]()
 
@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -182,20 +181,4 @@ TWENTY: dict[str, Builder] = {
 }
 
 
-def _of_timm(name: str, blocks: str) -> Any:
-    import timm
-
-    def loss_fn(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(images), torch.zeros(len(images), dtype=torch.long))
-
-    model = timm.create_model(name, num_classes=10, drop_rate=_P)
-    return Case(model, torch.randn(16, 3, 64, 64), loss_fn, torch.optim.AdamW), blocks.split()
-
-
 MODELS: dict[str, Builder] = SEVEN | TWENTY
-if importlib.util.find_spec("timm") is not None:
-    MODELS |= {
-        "timm resnet": _make(_of_timm, "test_resnet", "layer?.*"),
-        "timm efficientnet": _make(_of_timm, "test_efficientnet", "blocks.*"),
-        "timm convnext": _make(_of_timm, "test_convnext", "stages.*.blocks.*"),
-    }

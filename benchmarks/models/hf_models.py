@@ -4,8 +4,8 @@
 
 ``benchmarks/data/hf_models.json`` has the class of each, and for a size the arguments of its configuration and the
 inputs of its batch. Sizes are "small" (a real step runs on a laptop's CPU), "medium" (a few GiB on a GPU),
-"compiled" (for ``compiled_models.py``) and "frontier". ``VARIANTS`` are architectures with LoRA, frozen layers or
-gradient accumulation. ``build`` makes either.
+"compiled" (for ``compiled_models.py``) and "frontier". ``VARIANTS`` are architectures with LoRA or gradient
+accumulation. ``build`` makes either.
 """
 
 from __future__ import annotations
@@ -80,13 +80,6 @@ def _with_lora(model: torch.nn.Module) -> torch.nn.Module:
     )
 
 
-def _with_frozen_half(model: torch.nn.Module) -> torch.nn.Module:
-    layers = model.model.layers  # type: ignore[union-attr]
-    for module in (model.get_input_embeddings(), *list(layers)[: len(layers) // 2]):  # type: ignore[operator, arg-type]
-        module.requires_grad_(False)
-    return model
-
-
 def _micro_batches(batch: Batch) -> list[Batch]:
     return [{k: v[i::2] for k, v in batch.items()} for i in range(2)]
 
@@ -102,7 +95,7 @@ def two_micro_batches(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 VARIANTS: dict[str, tuple[str, Callable[[torch.nn.Module], torch.nn.Module] | None, Any]] = {
-    "llama+lora": ("llama", _with_lora, None), "llama+frozen": ("llama", _with_frozen_half, None),
+    "llama+lora": ("llama", _with_lora, None),
     "llama+accumulation": ("llama", None, two_micro_batches),
 }  # fmt: skip
 """Name: (architecture, what is done to the model, loss_fn)."""

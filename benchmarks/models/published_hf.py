@@ -43,12 +43,6 @@ def _bert(optimizer: Any, autocast: bool = False) -> Built:
     return Built(model=model, batch=batch, loss_fn=in_float16 if autocast else None, optimizer=optimizer)
 
 
-def _adafactor(parameters: Any) -> torch.optim.Optimizer:
-    from transformers.optimization import Adafactor
-
-    return Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False)
-
-
 _CONTEXT_MIB = 1343
 _BERT = functools.partial(
     Step,
@@ -92,7 +86,7 @@ _PEFT = functools.partial(
 TRANSFORMERS: dict[str, Step] = {
     "hf-bertlarge-bs4": _BERT(build=lambda: _bert(single_adamw)),
     "hf-bertlarge-bs4_fp16": _BERT(build=lambda: _bert(single_adamw, autocast=True)),
-    "hf-bertlarge-bs4_adafactor": _BERT(build=lambda: _bert(_adafactor)),
+    "hf-bertlarge-bs4_adafactor": _BERT(build=lambda: _bert("adafactor")),
     "hf-bertlarge-bs4_adam8bit": _BERT(build=lambda: _bert(AdamW8bitSizes)),
     "peft-full-finetuning--llama-3.2-3B-lr_0.00001": _PEFT(build=lambda: _peft("full")),
     "peft-lora--llama-3.2-3B-rank32": _PEFT(build=lambda: _peft("lora")),

@@ -10,24 +10,25 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import sacplan
 from benchmarks.harness.played import Loop
 from benchmarks.harness.results import GIB, MIB
 from benchmarks.models import cases
 from benchmarks.models import published_networks as networks
+from benchmarks.models.cases import fused_adamw
 from benchmarks.models.published_step import (
     COMPILE,
     GB,
     LAYERS,
+    MIXED,
     Built,
-    Fsdp,
     Point,
     Step,
     empty,
     foreach_adamw,
     full_policy,
-    fused_adamw,
     offloading_policy,
     op_policy,
     step_in_backward,
@@ -146,14 +147,11 @@ def _fully_sharded(model: Any, reshard: Literal["always", "default", "never"]) -
 
     So does the root, whatever is asked of it, in PyTorch up to 2.7 (its pull request #155319).
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     last = model.layers[-1]
     for layer in model.layers:
         frees = reshard == "always" or (reshard == "default" and layer is not last)
-        fully_shard(layer, mp_policy=policy, reshard_after_forward=frees)
-    fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(layer, mp_policy=MIXED, reshard_after_forward=frees)
+    fully_shard(model, mp_policy=MIXED, reshard_after_forward=False)
 
 
 def _titan822(reshard: Literal["always", "default", "never"], *, sequences: int = 1, **changes: Any) -> Step:
@@ -278,7 +276,7 @@ def _peft_fsdp(offload: bool) -> Step:
         points=(Point(unit=GB, figure="reserved"),),
         device="a100-80gb",
         plan=lambda profile: sacplan.policy("full", profile=profile, layers=_PEFT_LAYERS),
-        fsdp=Fsdp(ranks=2, units=(_PEFT_LAYERS, ""), mixed=False, offload=offload),
+        fsdp=sacplan.FSDP2(2, (_PEFT_LAYERS, ""), offload_policy=CPUOffloadPolicy() if offload else None),
         assumed=True,
     )
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import sacplan
@@ -29,6 +30,7 @@ from benchmarks.harness.results import GIB
 from benchmarks.models.cases import published_config
 from benchmarks.models.published_step import (
     COMPILE,
+    MIXED,
     Built,
     Point,
     Step,
@@ -243,15 +245,12 @@ def _clipped(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _fully_sharded(model: Any) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     for module in (*model.model.layers, *([] if tied else [model.model.embed_tokens])):
-        fully_shard(module, mp_policy=policy)
+        fully_shard(module, mp_policy=MIXED)
     if not tied:
-        fully_shard([model.lm_head, model.model.norm], mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mp_policy=policy)
+        fully_shard([model.lm_head, model.model.norm], mp_policy=MIXED, reshard_after_forward=False)
+    fully_shard(model, mp_policy=MIXED)
 
 
 def _step(config: Callable[[], Any], head: type[nn.Linear], length: int, device: str, **changes: Any) -> Step:

@@ -22,7 +22,7 @@ import sacplan
 from benchmarks.harness.results import ROOT
 from benchmarks.models import published_networks as networks
 from benchmarks.models.published_prime_rl import prime_rl
-from benchmarks.models.published_step import Built, Fsdp, Point, Step, empty, foreach_adamw
+from benchmarks.models.published_step import MIXED, Built, Point, Step, empty, foreach_adamw
 from sacplan.device.devices import DeviceSpec, resolve_device
 
 DATA = ROOT / "benchmarks" / "data" / "steps.jsonl"
@@ -176,7 +176,7 @@ def _foundry(row: Mapping[str, Any]) -> Step:
         build=functools.partial(_mpt, setting),
         points=(),
         device=_triton_attention(resolve_device("a100-80gb")),
-        fsdp=Fsdp(ranks=setting["gpus"], units=("blocks.*", "")),
+        fsdp=sacplan.FSDP2(setting["gpus"], ("blocks.*", ""), mp_policy=MIXED),
         plan=None if setting["checkpointing"] == "none" else _blocks_policy,
         samples=setting["microbatch"] * setting["seq"] * setting["accumulation"],
         accumulation=setting["accumulation"],

@@ -13,6 +13,7 @@ from torch import nn
 import sacplan
 from benchmarks.harness.results import MIB
 from benchmarks.models import published_networks as networks
+from benchmarks.models.cases import fused_adamw
 from benchmarks.models.published_step import (
     COMPILE,
     GB,
@@ -21,7 +22,6 @@ from benchmarks.models.published_step import (
     Step,
     empty,
     foreach_adamw,
-    fused_adamw,
     step_in_backward,
 )
 from sacplan.profiling.optimizer_table import AdamW8bitSizes
