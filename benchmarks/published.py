@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks.harness.command import Parser
 from benchmarks.harness.played import RunFigures, allocator_figures
-from benchmarks.harness.results import GIB, MIB, RESULTS, ROOT, Row, read_results, write_results
-from benchmarks.harness.table import Table, csv_text, markdown_table
+from benchmarks.harness.results import GIB, MIB, RESULTS, ROOT, Row, as_text, read_results, write_results
+from benchmarks.harness.table import csv_text, markdown_table
 from benchmarks.models.published_step import COMPILE, Point, Step
 from benchmarks.models.published_steps import STEPS
 from benchmarks.models.published_times import timed_rows
@@ -70,8 +70,13 @@ def published_rows() -> dict[str, dict[str, Any]]:
 def rows_of(name: str, published: Mapping[str, Any]) -> list[Row]:
     """Return a row for each figure of a step, or one that says why there is none."""
     step = STEPS[name]
-    about: Row = {"id": name, "kind": step.kind, "unknown": step.unknown, "missing": step.missing}
-    about["other_card"] = step.other_card
+    about: Row = {
+        "id": name,
+        "kind": step.kind,
+        "unknown": published.get("unknown", ""),
+        "missing": step.missing,
+    }
+    about["other_card"] = published.get("other_card", "")
     profile, plan = step.recorded()
     program = profile.program if plan is None else profile.with_plan(plan)
     step_ms = eager_ms(program, checkpointed=True) + step.asks * ASKED_MS
@@ -149,60 +154,34 @@ def _rate(step: Step, published: Mapping[str, Any]) -> float | None:
 
 # --- the page ---------------------------------------------------------------------------------------------
 
-_HEAD = """# Predicted beside measured
-
-What sacplan predicts, beside what others have measured on GPUs. (What its authors have measured is on
-[another page](gpu.md).) [`measured.csv`](data/measured.csv) has each figure, its source, and what had to be assumed;
-published figures that are not compared are there, too, with the reason. `benchmarks/data/peaks.jsonl` says how to get
-the same step again.
-
-Each step is recorded as a fake step for its GPU, with the project's own rule for checkpointing, and played on a
-simulation of PyTorch's caching allocator from the start of a run until nothing changes.
-
-<!-- made by python -m benchmarks.published -->
-"""
-
-_PEAKS = """Medians and 90th percentiles of the errors, and the worst figure. Of the *known* steps, model, batch, types,
-optimizer and the loop around them are published, or follow from published code; of the others, a part is assumed.
-Steps that ran with `torch.compile` are recorded so, without kernels, unless the file says that it is left out."""
-
-_TIMES = """Rates of steps, and times that others have published (`benchmarks/data/steps.jsonl`,
-`benchmarks/results/published.json`). Where the CPU issues kernels more slowly than the GPU runs them, the GPU waits: 55
-us are taken for an op of a forward pass and 10 for others, fitted to the small steps here and [our own](gpu.md).
-Torchvision's small steps are timed from one wait for the GPU to the next, and copy their images in between. The H100
-with 96 GB draws at most 500 W; its rate of matrix products is fitted to `titan822-default`. MPT ran attention in
-Triton, for which the rates of FlashAttention-2's paper are taken. prime-rl's layers were to be compiled, but run in
-eager mode: attention of transformers asks the GPU for a value in each, which Dynamo does not trace inside a checkpoint.
-Its trainer of reinforcement learning asked for a value at each token, which takes 16.5 us as an op without autograd
-does. All its steps are predicted too slow, since small kernels of norms and of rotary embeddings are.
-
-Of each class: median, 90th percentile and worst error in per cent. *Before* is before published times of whole steps
-were looked at, of these points and as many that are kept back; *asked* is for these. No point is given of TF32 or of
-float32 on a V100. `python -m benchmarks.published --classes` prints the table."""
-
-_MARGIN = """What was reserved beyond the prediction, as a share of the card's memory, where batch and allocator are
-known. The 95th percentile of all is below the [margin](no_gpu.md#does-the-step-fit-the-gpu) that is left free by
-default. It is one figure for all kinds of steps: they differ less than the points of one kind. The one point beyond it
-has adapters on 128 experts. Nobody has published what a convolutional net reserves."""
-
 _RATE = {False: "rate", True: "without"}
 _KINDS = {"known": "eager, known", "assumed": "eager, something assumed", "compiled": "compiled"}
 
 
-def page(rows: Sequence[Row], ops: Sequence[Row] = ()) -> str:
-    """Write the page: a line for each kind of figure."""
+def blocks(rows: Sequence[Row], ops: Sequence[Row]) -> dict[str, str]:
+    """Return the parts of the page that are made of the figures: a line for each kind of figure."""
     peaks = [
         (f"{_KINDS[kind]}: {_short(row)} bytes", row["error"], row["id"])
         for kind in _KINDS
         for row in rows
         if row["kind"] == kind and "error" in row
     ]
-    lines = [_HEAD, *_summary(rows), "", "## Peaks", "", _PEAKS, "", errors_table(peaks)]
-    lines += ["", "## Rates and times", "", _TIMES, "", classes_table(rows, ops)]
-    if ops:
-        lines += ["", "## Single ops", "", _ops(ops)]
-    lines += ["", "## What the margin has to cover", "", _MARGIN, "", margins_table(rows)]
-    return "\n".join(lines) + "\n"
+    return {
+        "summary": _summary(rows),
+        "peaks": errors_table(peaks),
+        "rates and times": classes_table(rows, ops),
+        "single ops": _ops_summary(ops),
+        "margin": margins_table(rows),
+    }
+
+
+def write_page(rows: Sequence[Row], ops: Sequence[Row]) -> None:
+    """Put the parts on the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, block in blocks(rows, ops).items():
+        before, begin, rest = text.partition(f"<!-- made by python -m benchmarks.published: {name} -->\n")
+        text = f"{before}{begin}\n{block}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    PAGE.write_text(text, encoding="utf-8")
 
 
 def percentile(errors: Sequence[float], share: float) -> float:
@@ -292,16 +271,14 @@ def _rate_error(row: Row) -> float:
     return float(row["predicted_per_s"] / row["published_per_s"] - 1)
 
 
-def _summary(rows: Sequence[Row]) -> list[str]:
+def _summary(rows: Sequence[Row]) -> str:
     known = [row for row in rows if row["kind"] == "known" and "error" in row]
     said = []
     for name in ("allocated", "reserved"):
         errors = [abs(row["error"]) for row in known if _short(row) == name]
-        if errors:
-            said.append(
-                f"{len(errors)} figures of {name} bytes are predicted to within {_percent(max(errors), signed=False)}"
-            )
-    return [f"Of eager steps whose setting is known, {', and '.join(said)}."] if said else []
+        within = _percent(max(errors), signed=False)
+        said.append(f"{len(errors)} figures of {name} bytes are predicted to within {within}")
+    return f"Of eager steps whose setting is known, {', and '.join(said)}."
 
 
 def csv_table(rows: Sequence[Row]) -> str:
@@ -335,32 +312,7 @@ def csv_table(rows: Sequence[Row]) -> str:
     return csv_text(heads, cells)
 
 
-OFFLOADED = {
-    "optimizer": ("ao-vitg-none", "ao-vitg-offload"),
-    "optimizer and gradients": ("ao-vitg-none", "ao-vitg-offload_gradients"),
-    "inputs of checkpointed layers": ("prime-rl-rl-Qwen3-0.6B-65536", "prime-rl-rl-Qwen3-0.6B-65536-offload"),
-}
-"""What has been offloaded: the ids of the step without and with it."""
-
-
-def offloading_table(rows: Sequence[Row]) -> str:
-    """Return the table of ``docs/offload.md``: what offloading changes, as published and as predicted."""
-    by_id = {row["id"]: row for row in rows}
-    source = published_rows()
-    lines = []
-    for what, (without, with_it) in OFFLOADED.items():
-        before, after = by_id[without], by_id[with_it]
-        peaks = [
-            " -> ".join(_bytes(row[key], source[with_it]["unit"]) for row in (before, after))
-            for key in ("published_bytes", "predicted_bytes")
-        ]
-        slower = [_percent(before[key] / after[key] - 1) for key in ("published_per_s", "predicted_per_s")]
-        lines.append((what, *peaks, _percent(after["error"]), *slower))
-    heads = "on the host | peak, published | predicted | error | time, published | time, predicted"
-    return markdown_table(heads, lines)
-
-
-def _ops(rows: Sequence[Row]) -> str:
+def _ops_summary(rows: Sequence[Row]) -> str:
     peaks = [row for row in rows if row["metric"] == "memory"]
     apart = [1024 * abs(row["predicted"] - row["published"]) for row in peaks]  # MiB to KiB
     most = max(peaks, key=lambda row: abs(row["predicted"] - row["published"]))
@@ -401,24 +353,6 @@ def _bytes(nbytes: float, unit: str) -> str:
 
 # --- the command ------------------------------------------------------------------------------------------
 
-TABLE = Table(
-    ("step", "<46"), ("figure", "<20"), ("published GiB", ">13.3f"), ("predicted GiB", ">13.3f"),
-    ("error", "+9.3%"),
-)  # fmt: skip
-
-
-def line(row: Row) -> str:
-    if "time_error" in row:
-        times = (f"{row[key]:.1f} ms" for key in ("published_ms", "predicted_ms"))
-        return TABLE.row(row["id"][:46], "time", *times, row["time_error"])
-    return TABLE.row(
-        f"{row['id']} {row['part']}"[:46],
-        row["figure"],
-        row["published_bytes"] / GIB,
-        row["predicted_bytes"] / GIB,
-        row["error"],
-    )
-
 
 def _in_order(rows: Iterable[Row]) -> list[Row]:
     order = list(STEPS)
@@ -448,15 +382,14 @@ def main(argv: list[str] | None = None) -> None:
     if options.json is not None and options.json.exists():
         rows = [row for row in read_results(options.json)[1] if row["id"] not in options.only]
         rows = [row for row in rows if row["id"] in STEPS]
-    print(TABLE.head)
     for name in options.only:
         found = rows_of(name, published[name])
         for row in found:
-            print(line(row), flush=True)
+            print(as_text(row), flush=True)
         rows = _in_order([*rows, *found])
         write_results(options.json, rows)
     if options.json == RESULTS / "published.json":
-        PAGE.write_text(page(*read_page_rows()), encoding="utf-8")
+        write_page(*read_page_rows())
         CSV.write_text(csv_table(rows), encoding="utf-8")
 
 

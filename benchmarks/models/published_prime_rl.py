@@ -26,13 +26,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import sacplan
 from benchmarks.harness.played import Loop
 from benchmarks.harness.results import GIB
+from benchmarks.models.cases import published_config
 from benchmarks.models.published_step import (
     COMPILE,
+    MIXED,
     Built,
     Point,
     Step,
@@ -193,26 +196,8 @@ def _adapt(model: _Qwen3, rank: int, grouped: bool) -> None:
         parameter.requires_grad_("adapters" in name)
 
 
-def _qwen3_06b() -> Any:
-    import transformers
-
-    return transformers.Qwen3Config(
-        vocab_size=151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-        head_dim=128, intermediate_size=3072, tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
-
-
-def _qwen3_moe(width: int, layers: int, heads: int, hidden: int) -> Any:
-    import transformers
-
-    return transformers.Qwen3MoeConfig(
-        vocab_size=151936, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=4, head_dim=128, moe_intermediate_size=hidden, num_experts=128, num_experts_per_tok=8,
-        norm_topk_prob=True, use_cache=False,
-    )  # fmt: skip
-
-
-_qwen3_30b = functools.partial(_qwen3_moe, 2048, 48, 32, 768)
+_qwen3_06b = functools.partial(published_config, "Qwen/Qwen3-0.6B")
+_qwen3_30b = functools.partial(published_config, "Qwen/Qwen3-30B-A3B")
 
 
 def _build(
@@ -266,15 +251,12 @@ def _clipped(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _fully_sharded(model: Any) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     for module in (*model.model.layers, *([] if tied else [model.model.embed_tokens])):
-        fully_shard(module, mp_policy=policy)
+        fully_shard(module, mp_policy=MIXED)
     if not tied:
-        fully_shard([model.lm_head, model.model.norm], mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mp_policy=policy)
+        fully_shard([model.lm_head, model.model.norm], mp_policy=MIXED, reshard_after_forward=False)
+    fully_shard(model, mp_policy=MIXED)
 
 
 def _flash_attention_3(device: str) -> DeviceSpec:

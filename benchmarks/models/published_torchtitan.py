@@ -20,13 +20,8 @@ from torch import nn
 
 from benchmarks.harness.results import GIB
 from benchmarks.models.published_language import (
-    AS_DEFAULT,
-    AS_EXPANDABLE,
     BOTH,
-    EITHER,
-    FITTED,
     H100_96GB,
-    SEGMENTS,
     titan_loss,
 )
 from benchmarks.models.published_step import (
@@ -108,7 +103,6 @@ def _llama(
         "plan": functools.partial(full_policy, layers=f"*.{LAYERS}") if schedule else full_policy,
         "missing": f"{_ALSO}, asynchronous tensor parallelism" if schedule else _ALSO,
         "points": BOTH,
-        "unknown": AS_EXPANDABLE,
     }
     asked, ranks = default | changes, dp * cp * tp * pp
     return Step(build=build, device=H100_96GB, spread=spread, ranks=ranks, around=around, **asked)
@@ -134,21 +128,18 @@ def _pipeline(made: SimpleNamespace, config: Any, sent: tuple[int, int]) -> tupl
 
 
 _ALSO = f"{COMPILE}, float8"
-_405b = functools.partial(
-    _llama, "405B", tp=8, schedule="1F1B", unknown=f"{EITHER}. The first rank is predicted"
-)
+_405b = functools.partial(_llama, "405B", tp=8, schedule="1F1B")
 TORCHTITAN: dict[str, Step] = {
     "titan2412-8gpu-32768": _llama("8B", 32768, 1, 8),
     "titan2412-8gpu-65536-CP2": _llama("8B", 65536, 1, 4, cp=2),
     "titan2412-8gpu-131072-CP4": _llama("8B", 131072, 1, 2, cp=4),
     "titan2412-8gpu-262144-CP8": _llama("8B", 262144, 1, 1, cp=8),
-    "titan2412-256gpu-70B-TP8": _llama("70B", 8192, 16, 32, tp=8, unknown=AS_DEFAULT),
+    "titan2412-256gpu-70B-TP8": _llama("70B", 8192, 16, 32, tp=8),
     "titan2412-512gpu-405B-1F1B": _405b(8192, 32, 8),
     "titan2412-512gpu-405B-Interleaved1F1B": _405b(8192, 32, 8, schedule="Interleaved1F1B"),
     "titan2412-512gpu-405B-32768": _405b(32768, 8, 8),
     "titan2570-graphsac": _llama(
-        "8B", 8192, 1, 4, tp=2, plan=None, assumed=True, missing="", samples=4096, other_card=FITTED,
+        "8B", 8192, 1, 4, tp=2, plan=None, assumed=True, missing="", samples=4096,
         points=(Point(part=("no AC",), unit=GIB, figure="reserved_expandable"),),
-        unknown=f"{SEGMENTS}; sequence and batch, of which it is said that they are the default, are 8192 and 1",
     ),
 }  # fmt: skip
