@@ -1,4 +1,4 @@
-"""Weights on the host in twelve architectures, trained, frozen and in 8 bits: both peaks, and the bits of each step."""
+"""Weights on the host in twelve architectures, trained, frozen and in 8 or 4 bits: both peaks, and the bits of each step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import sacplan
 from benchmarks.models import hf_models
 from sacplan.integrations.hf.target import ModelOptions
 from tests.support.denoisers import SMALL, small_denoiser
-from tests.support.on_host import OnHost, optimizer_bytes, quantized
+from tests.support.on_host import Int8, OnHost, nf4, optimizer_bytes, quantized
 from tests.support.slow import slow_after
 from tests.support.steps import bit_equal, peaks_of_steps
 
@@ -21,9 +21,10 @@ NAMES = (
     "llama", "gpt2", "bert", "vit", "t5", "mixtral", "whisper", "resnet",
     "FLUX.1-dev", "stable-diffusion-3.5-large", "stable-diffusion-xl-base-1.0", "Wan2.1-T2V-14B-Diffusers",
 )  # fmt: skip
-KINDS = ("trained", "frozen", "8 bits")
+QUANTIZED = {"8 bits": Int8, "4 bits": nf4}
+KINDS = ("trained", "frozen", *QUANTIZED)
 HOW = {"lr": 1e-3, "fused": True}
-OPTIMIZERS = {"trained": "adamw-offload-gradients", "frozen": "adamw", "8 bits": "adamw"}
+OPTIMIZERS = dict.fromkeys(KINDS, "adamw") | {"trained": "adamw-offload-gradients"}
 
 
 def build(name: str, kind: str) -> tuple[nn.Module, Any, Any]:
@@ -37,7 +38,7 @@ def build(name: str, kind: str) -> tuple[nn.Module, Any, Any]:
     if kind != "trained":  # norms and biases are trained
         for p in model.parameters():
             p.requires_grad_(p.dim() == 1)
-    return quantized(model) if kind == "8 bits" else model, batch, loss_fn
+    return quantized(model, QUANTIZED[kind]) if kind in QUANTIZED else model, batch, loss_fn
 
 
 def optimizer_of(kind: str, model: nn.Module) -> Any:
