@@ -77,17 +77,15 @@ def running_custom_function() -> Any:
 
 def custom_functions_since(number: int, outputs: Any) -> list[Any]:
     """Return the nodes of custom functions behind some outputs that have this sequence number or a later one."""
-    found, waiting = [], [t.grad_fn for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
-    seen = set()
+    waiting: list[Any] = [t.grad_fn for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+    seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
         # Gradient accumulation has the largest number of all, and nothing behind it.
         if node is not None and node not in seen and node._sequence_nr() >= number:
             seen.add(node)
             waiting += [behind for behind, _ in node.next_functions]
-            if isinstance(node, BackwardCFunction):
-                found.append(node)
-    return found
+    return [node for node in seen if isinstance(node, BackwardCFunction)]
 
 
 def keeps_graph() -> bool:

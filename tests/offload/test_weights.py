@@ -7,6 +7,7 @@ import pickle
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from tests.support.slow import slow_after
 from tests.support.slow_link import slow_link
 from tests.support.steps import bit_equal, grads_of, mean_square
 from tests.support.threads import at_once
+from tests.zoo.layers import FromFunction
 
 
 class Lora(nn.Module):
@@ -112,7 +114,9 @@ def trained(model: nn.Module, steps: int = 3) -> Iterator[list[torch.Tensor]]:
 WAYS = [(kind, techniques) for techniques in (("offload",), ("recompute", "offload")) for kind in KINDS]
 
 
-@pytest.mark.parametrize(("kind", "techniques"), slow_after(3, [WAYS[0], WAYS[4], WAYS[2], WAYS[1], WAYS[3], WAYS[5]]))
+@pytest.mark.parametrize(
+    ("kind", "techniques"), slow_after(3, [WAYS[0], WAYS[4], WAYS[2], WAYS[1], WAYS[3], WAYS[5]])
+)
 def test_predicted_is_fake_is_measured_and_bits_are_equal(kind: str, techniques: tuple[str, ...]) -> None:
     profile = profiled(KINDS[kind])
     rng = random.Random(0)
@@ -138,6 +142,19 @@ def test_predicted_is_fake_is_measured_and_bits_are_equal(kind: str, techniques:
         assert all(map(bit_equal, wanted, found))
 
 
+class Hides(torch.autograd.Function):
+    """Keeps a weight in an object of its own, as LLM.int8 does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.state = SimpleNamespace(weight=weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] @ ctx.state.weight.t(), None
+
+
 def test_a_parameter_leaves_only_if_each_of_its_uses_is_served() -> None:
     class Uses(Net):
         def __init__(self) -> None:
@@ -146,13 +163,16 @@ def test_a_parameter_leaves_only_if_each_of_its_uses_is_served() -> None:
             self.blocks[0].up.base.weight.requires_grad_(True)  # trained
             self.view = nn.Linear(64, 64).requires_grad_(False)
             self.register_buffer("alias", self.view.weight.detach())
+            self.hides = FromFunction(
+                lambda m, x: Hides.apply(x, m.weight), weight=nn.Parameter(torch.eye(64), False)
+            )
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             x = self.view(self.embed(tokens))
             for block in (*self.blocks, self.blocks[2]):  # called twice
                 x = block(x)
             # Used by nobody's call but the model's own.
-            return self.head(x) * self.blocks[1].down.base.weight.sum()
+            return self.head(self.hides(x)) * self.blocks[1].down.base.weight.sum()
 
     program = sacplan.profile(Uses(), TOKENS, mean_square, SGD, device="cpu").program
     names = {program.fixed[s]: program.scopes[home.call].fqn for s, home in homes_of(program).items()}

@@ -1,4 +1,4 @@
-"""Weights on the host in twelve architectures, trained, frozen and in 8 or 4 bits: both peaks, and the bits of each step."""
+"""Weights on the host in twelve architectures, trained, frozen, in 8 and 4 bits: both peaks, and bits of each step."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from sacplan.techniques.offload.executor.parcels import Parcel, whole
 from sacplan.techniques.offload.executor.transfers import Transfer
 from sacplan.techniques.recompute.executor.nodes import OutsideForward
 from sacplan.techniques.runtime.recording import here, unrecorded
-from sacplan.techniques.runtime.saved import SavedStorage, Stand
+from sacplan.techniques.runtime.saved import SavedStorage
 from sacplan.techniques.runtime.stand_ins import StandIn, check_there, put_on, take_off
 from sacplan.techniques.runtime.tensors import view_of
 from sacplan.torch_compat.autograd import autograd_sequence_number, custom_functions_since
@@ -267,10 +267,9 @@ class _OfNode:
         return bool(self._away)
 
     def _put_back(self, _: Any) -> None:
-        if self._saved is None:  # the graph was kept, and the node runs once more
-            stand: Stand | None = self._weight.second(self._version)
-        else:
-            stand = self._saved.stand
+        # Of a graph that is kept, the node may run once more, when the copy is gone.
+        stand = self._saved.stand if self._saved is not None else self._weight.second(self._version)
+        assert stand is not None
         with OutsideForward():
             for name, value in self._away.items():
                 setattr(self._node(), name, tree_map_only(_Away, lambda away: stand.take(away.view), value))
