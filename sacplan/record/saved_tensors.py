@@ -119,8 +119,10 @@ class SavedTensors:
         for instance in self._of_running:
             self.events += ((_DROP, instance), (_RELEASE, self.instance_handles[instance]))
         self._of_running = []
-        node = running_custom_function() if op >= 0 and self.how == "virtual" else None
-        for t in [] if node is None else tree_leaves(vars(node)):
+        node: Any = running_custom_function()
+        if op < 0 or node is None or self.how != "virtual":
+            return
+        for t in tree_leaves(vars(node)):
             if isinstance(t, torch.Tensor) and is_plain(t) and self._may_leave(t):
                 storage = self.storages.ids[storage_key(t.untyped_storage())]
                 handle = self._new_handle(t, storage, node._sequence_nr() + 1)
