@@ -28,7 +28,6 @@ from sacplan.techniques.base.technique import Installed
 from sacplan.techniques.offload.executor.marks import Board
 from sacplan.techniques.offload.executor.parcels import Parcel, whole
 from sacplan.techniques.offload.executor.transfers import Transfer
-from sacplan.techniques.recompute.executor.nodes import OutsideForward
 from sacplan.techniques.runtime.recording import here, unrecorded
 from sacplan.techniques.runtime.saved import SavedStorage
 from sacplan.techniques.runtime.stand_ins import StandIn, check_there, put_on, take_off
@@ -270,7 +269,7 @@ class _OfNode:
         # Of a graph that is kept, the node may run once more, when the copy is gone.
         stand = self._saved.stand if self._saved is not None else self._weight.second(self._version)
         assert stand is not None
-        with OutsideForward():
+        with unrecorded(), torch.no_grad():
             for name, value in self._away.items():
                 setattr(self._node(), name, tree_map_only(_Away, lambda away: stand.take(away.view), value))
 
