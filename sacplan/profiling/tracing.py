@@ -22,6 +22,7 @@ from sacplan.core.program import Phase, Program
 from sacplan.core.setup import Routing, Setup, current_autocast, scripted_inside
 from sacplan.device.cost import CostModel
 from sacplan.device.devices import DeviceSpec, resolve_device
+from sacplan.device.host_step import ranks_here, shared_host
 from sacplan.device.kernels import fake_device
 from sacplan.device.timing import MeasuredTimes
 from sacplan.device.workspace import measured_reserves
@@ -310,7 +311,8 @@ class _Traced:
 def trace_step(asked: StepRequest) -> Profile:
     """Trace one step and return its profile."""
     asked.check()
-    spec = resolve_device(asked.device)
+    devices = max(asked.ranks.devices, ranks_here())
+    spec = resolve_device(asked.device).among(devices)
     # Contexts from the outside in: generators are put back last; the collector is off before the first fake tensor is
     # made; errors are explained where torch's own messages come through.
     runtime, model, ranks = asked.runtime.removeprefix(_LONG), asked.model, asked.ranks
@@ -343,6 +345,8 @@ def trace_step(asked: StepRequest) -> Profile:
     recorded, rules = kept_at_limits(traced.program), traced.rules
     if ranks == ONE_RANK and any(collective_named(op.name) for op in recorded.ops):
         rules = (*rules, this_rank())
+    if devices > 1 and (traced.setup.optimizer_host_bytes or traced.setup.shards_host_bytes):
+        rules = (*rules, shared_host(devices, spec))
     fingerprint = structs.replace(
         fingerprint,
         setup=structs.replace(
