@@ -19,7 +19,7 @@ from sacplan.cli.origin import Origin, save, seen_in
 from sacplan.cli.output import CommandResult, stage
 from sacplan.cli.show import facts_of, plan_facts, saved, target_facts
 from sacplan.cli.targets import load_target, users_code
-from sacplan.integrations.hf.target import TargetError, given
+from sacplan.integrations.hf.target import NAMED, TargetError, given
 
 _FACTS = ("device", "steps", "shapes", "fits", "largest", "advice")
 
@@ -61,7 +61,7 @@ def certify(
 ) -> CommandResult:
     """Whether a run on samples of these lengths ever runs out of memory, at which batch, and what to do.
 
-    The exit code is 3 if it does. The target must be an hf: model.
+    The exit code is 3 if it does. Of a target other than hf:, make_batch is called with samples and sizes.
     """
     import sacplan
     from sacplan.integrations.hf.models import positions
@@ -74,19 +74,23 @@ def certify(
     sizes = _read(lengths)
     spec = sources.device_of(asked.device)
     with stage("loading"):
-        loaded = load_target(target, sources.dtype_for(spec, target, hf))
-    if loaded.make_batch is None or "seq" not in loaded.facts:
+        # A target's own make_batch takes sizes, too, and cannot be called with a batch alone.
+        options = hf if target.startswith(NAMED) else dataclasses.replace(hf, batch=None)
+        loaded = load_target(target, sources.dtype_for(spec, target, options))
+    make_batch = loaded.make_batch
+    if make_batch is None:
         raise TargetError(
-            f"certify makes batches of many lengths, and cannot do so for {target}. Give an hf: target, or call "
-            "sacplan.certify with a make_batch(n, seq)."
+            f"certify makes batches of many sizes, and cannot do so for {target}. Give an hf: target, or return a "
+            "mapping with the key make_batch: make_batch(n, seq), or make_batch(n, height, width)."
         )
+    if loaded.facts:
+        make_batch = functools.partial(of_length, make_batch, loaded.facts.get("seq"))
     with stage("recording and playing", long=True), users_code(f"the step of {target}"):
         found = sacplan.certify(
-            loaded.model, functools.partial(of_length, loaded.make_batch, loaded.facts["seq"]), sizes, spec,
-            loaded.loss_fn, loaded.optimizer, **given(asked, "device", "solver"),
+            loaded.model, make_batch, sizes, spec, loaded.loss_fn, loaded.optimizer, **given(asked, "device", "solver"),
             batch=int(hf.batch or 1) if run.tokens is None else hf.batch,
             **dataclasses.asdict(run) | {"evaluation": run.evaluation and _read(run.evaluation)},
-            longest=positions(loaded.model),
+            longest=positions(loaded.model) if loaded.facts.get("seq") else None,
         )  # fmt: skip
     written = dict(zip(paths, (plan for _, plan in found.plans), strict=False))
     for path, plan in written.items():

@@ -84,7 +84,6 @@ class _Answer:
 def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _Answer:
     import sacplan
     from sacplan.cli.answers import fit_answer
-    from sacplan.core.progress import stages_go_to
     from sacplan.integrations.hf.models import positions
     from sacplan.questions.on_ranks import read_devices
 
@@ -98,30 +97,12 @@ def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _A
         optimizer = None if loaded.facts["optimizer"] == "none" else loaded.facts["optimizer"]
     # No sequence beyond the model's positions is tried: it could not run.
     most = None if seq is None else positions(loaded.model)
-    known: list[str] = []  # the verdict, as soon as it is known: shown while the largest sizes are looked for
-
-    def show(stage: str) -> None:
-        say(" ".join((*known, f"{stage} ...")))
-
-    with (
-        stage("recording and planning", long=True) as say,
-        stages_go_to(show),
-        users_code(f"the step of {target}"),
-    ):
+    with stage("recording and planning", long=True), users_code(f"the step of {target}"):
         found = sacplan.fit(
-            loaded.model,
-            make_batch if seq is None else functools.partial(of_length, make_batch, seq),
-            spec,
-            loaded.loss_fn,
-            optimizer,
-            devices=number,
-            batch=int(hf.batch or 1),
-            seq=seq,
-            longest=most,
-            name=_named(target, hf),
-            **given(asked, "device", "devices", *_OMITTED),
-            on_verdict=lambda verdict: known.append(verdict.sentence),
-        )
+            loaded.model, make_batch if seq is None else functools.partial(of_length, make_batch, seq), spec,
+            loaded.loss_fn, optimizer, devices=number, batch=int(hf.batch or 1), seq=seq, longest=most,
+            name=_named(target, hf), **given(asked, "device", "devices", *_OMITTED),
+        )  # fmt: skip
     more = [] if asked.routing is None else ["--routing", asked.routing]
     more += [word for pattern in asked.compile or () for word in ("--compile", pattern)]
     more += [] if asked.host_budget is None else ["--host-budget", asked.host_budget]
@@ -136,10 +117,16 @@ def _named(target: str, hf: ModelOptions) -> str:
     return ", ".join([name, *adapters, *(["4-bit weights"] if hf.load_in_4bit else [])])
 
 
-def of_length(make_batch: Callable[[int], Any], seq: int, batch: int, length: int) -> Any:
-    """Return a batch whose sequences have another length. It holds zeros: only shapes matter to the recording."""
+def of_length(make_batch: Callable[[int], Any], seq: int | None, batch: int, *sizes: int) -> Any:
+    """Return a batch with another length of its sequences, height and width of its images, or all three.
+
+    It holds zeros: only shapes matter to the recording.
+    """
+    length, image = seq if len(sizes) == 2 else sizes[0], sizes[len(sizes) % 2 :]
 
     def resized(tensor: Any) -> Any:
+        if image and tensor.dim() == 4:  # samples x channels x height x width
+            return tensor.new_zeros(*tensor.shape[:2], *image)
         # Any dimension of this size is taken for the sequence, except the first: a batch may be just as large.
         shape = [length if d > 0 and n == seq else n for d, n in enumerate(tensor.shape)]
         return tensor.new_zeros(shape)

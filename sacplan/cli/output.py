@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -115,8 +115,8 @@ def show_warning(
 
 
 @contextlib.contextmanager
-def stage(name: str, *, long: bool = False) -> Iterator[Callable[[str], None]]:
-    """Show on stderr which stage is running, and what ``begins`` in it. Yields a function that reports progress.
+def stage(name: str, *, long: bool = False) -> Iterator[None]:
+    """Show on stderr which stage is running, what ``begins`` in it, and what ``is_known`` already.
 
     Args:
         name: of the stage.
@@ -126,15 +126,14 @@ def stage(name: str, *, long: bool = False) -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         if long:
             say(f"{name} ...")
-        yield lambda text: None
+        with stages_go_to(None, say):
+            yield
         return
-    with _console(stderr=True).status(f"{name} ...", spinner="line") as status:
-
-        def show(text: str) -> None:
-            status.update(f"{name} ... {text}")
-
-        with stages_go_to(show):
-            yield show
+    with (
+        _console(stderr=True).status(f"{name} ...", spinner="line") as status,
+        stages_go_to(lambda text: status.update(f"{name} ... {text}"), say),
+    ):
+        yield
 
 
 def number(title: str) -> Column:

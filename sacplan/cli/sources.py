@@ -130,14 +130,9 @@ def profile_of(source: str, step: o.StepOptions, hf: ModelOptions, plan: Plan | 
         warnings.filterwarnings("ignore", r".* has no bfloat16 ")
         warnings.simplefilter("ignore", sacplan.errors.SumOfOutputsWarning)
         profile = sacplan.profile(
-            target.model,
-            target.batch,
-            target.loss_fn if train else None,
-            target.optimizer if train else None,
-            device=spec,
-            ranks=ranks,
-            **step.recorded,
-        )
+            target.model, target.batch, target.loss_fn if train else None, target.optimizer if train else None,
+            device=spec, ranks=ranks, **step.recorded,
+        )  # fmt: skip
     return Source(profile, target, Origin.of(target))
 
 
@@ -244,15 +239,10 @@ def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepO
     setup: Any = plan.fingerprint.setup  # strings of these two are the literals of StepOptions
     made: Any = plan.provenance
     return replace(
-        asked,
-        device=device,
-        runtime=asked.runtime or made.runtime,
-        trace=asked.trace or made.trace,
-        mode=asked.mode or made.mode,
-        accumulation_steps=asked.accumulation_steps or setup.accumulation_steps,
-        routing=asked.routing or setup.routing,
-        compile=asked.compile or setup.compiled,
-    )
+        asked, device=device, runtime=asked.runtime or made.runtime, trace=asked.trace or made.trace,
+        mode=asked.mode or made.mode, accumulation_steps=asked.accumulation_steps or setup.accumulation_steps,
+        routing=asked.routing or setup.routing, compile=asked.compile or setup.compiled,
+    )  # fmt: skip
 
 
 def verified(target: Target, plan: Plan, run: o.Run, grad_accum: int | None = None) -> Verification:

@@ -231,15 +231,9 @@ def layouts(
         loaded = load_target(target, sources.dtype_for(spec, target, hf))
     with stage("tracing and planning", long=True), users_code(f"the step of {target}"):
         found = sacplan.layouts(
-            loaded.model,
-            loaded.batch,
-            devices,
-            device=spec,
-            loss_fn=loaded.loss_fn,
-            optimizer=loaded.optimizer,
-            search=search,
-            **given(asked, "device"),
-        )
+            loaded.model, loaded.batch, devices, device=spec, loss_fn=loaded.loss_fn, optimizer=loaded.optimizer,
+            search=search, **given(asked, "device"),
+        )  # fmt: skip
     # ``best`` raises if no layout fits: there is no plan to save then, and one was asked for.
     if output is not None and found.best.plan is not None:
         save(found.best.plan, output, Origin.of(loaded))

@@ -65,6 +65,13 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         raise PlanError("the batch has no tensor with a dimension, so it cannot be spread over ranks.")
 
     @property
+    def calls_or_batch(self) -> tuple[ModelCall, ...]:
+        """The calls of the model; where none was, since the loss calls parts of it, the batch in the form of one."""
+        return self.calls or (
+            ModelCall(tuple((path, s) for path, s, _ in self.batch if s), with_gradients=True),
+        )
+
+    @property
     def n_parameters(self) -> int:
         """Number of elements of all parameters of the whole model."""
         return sum(prod(shape) for _, shape, _ in self.parameters)

@@ -177,7 +177,8 @@ class CachingAllocator:
         else:
             size = -(-nbytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
         if self._capacity is not None and self.reserved_bytes + size > self._capacity:
-            self._release_cached()
+            self.retries += 1
+            self.empty_cache()
             if self.reserved_bytes + size > self._capacity:
                 raise OutOfDeviceMemory(self.reserved_bytes + size)
         address = self._end  # segments lie one after the other; blocks of two never merge
@@ -187,8 +188,8 @@ class CachingAllocator:
         self.segments.append(Segment(address, size, block))
         return block
 
-    def _release_cached(self) -> None:
-        self.retries += 1
+    def empty_cache(self) -> None:
+        """Give segments back of which no block is in use, as ``torch.cuda.empty_cache()`` does."""
         free = [segment for segment in self.segments if segment.first.free and segment.first.after is None]
         for segment in free:
             self._forget(segment.first)

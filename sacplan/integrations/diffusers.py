@@ -7,6 +7,11 @@ The classes are those of ``diffusers``; ``diffusers.json`` has what the publishe
 defaults, and what each one takes. Text encoders and the autoencoder are not there: trainers encode the data set
 beforehand. The step is that of diffusers' training scripts: the mean squared error of the prediction, under autocast.
 With ``--lora``, adapters in float32 lie on the attention's projections, and all else is frozen.
+
+``run_planned`` is for a training script that switches checkpointing on, whatever its model: the plan takes its place.
+
+    handle = sacplan.apply(transformer, plan)
+    transformer.enable_gradient_checkpointing(run_planned)
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ from sacplan.integrations.hf.target import DEFAULTS, ModelOptions, Target, Targe
 from sacplan.integrations.peft import library
 from sacplan.profiling.optimizer_names import NONE
 from sacplan.profiling.optimizer_table import candidate_named
+from sacplan.record.step import run_planned as run_planned
 from sacplan.torch_compat.host_memory import device_of
 
 PREFIX = "diffusers:"

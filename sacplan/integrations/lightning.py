@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
-from sacplan.core.model_calls import Shapes, shapes_of
+from sacplan.core.model_calls import ModelCall, Shapes, shapes_of
 from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec
 from sacplan.errors import PlanError, TraceError
 from sacplan.integrations._watch import PlannedTraining
@@ -84,6 +85,11 @@ class PlanCallback(PlannedTraining, pl.Callback):
     ) -> None:
         super().__init__(plan, check=check, watch_steps=watch_steps, tolerance=tolerance)
         self.submodule = submodule
+        self._planned_batches = [*map(_planned_batches, self.plans)]
+        if (
+            len(self.plans) > 1
+        ):  # a strategy that wraps the module calls it, with the arguments of training_step
+            self.plans = [*map(_with_calls, self.plans, self._planned_batches)]
         self._sizes = ShapeWatch(self.plan, ())
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -93,11 +99,14 @@ class PlanCallback(PlannedTraining, pl.Callback):
         # Lightning calls back for each batch and not for each optimizer step, so a step is several
         # measurements.
         self._put_on(self._planned(pl_module), batches=trainer.accumulate_grad_batches)
-        self._sizes = ShapeWatch(self.plan, *map(_planned_batches, self.plans))
+        self._sizes = ShapeWatch(self.plan, *self._planned_batches)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Start to measure."""
-        self._sizes.look(shapes_of((batch,), {}), stacklevel=2)
+        index = self._sizes.look(shapes_of((batch,), {}), stacklevel=2)
+        # ``training_step`` is called, and ``forward`` need not be: the batch says which of several plans counts.
+        if all(self._planned_batches) and self._handle is not None:
+            self._handle.choose(index)
         # Here the batch is on its device already, so its own size counts and not the planned one.
         tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor)]
         self._watch.begin(pl_module, trainer.optimizers, tensors)
@@ -254,14 +263,21 @@ class _FitLoss:
 
 
 def _planned_batches(plan: Plan) -> list[Shapes]:
-    """Return the batch of a plan from ``profile_trainer``, as ``shapes_of`` does; none for a plan of another step."""
-    # ``training_step`` is called, and ``forward`` need not be: so batches are compared, and not the model's inputs.
-    own = [
-        (f"[0]{path.removeprefix(_PLANNED)}", shape)
-        for path, shape, _ in plan.fingerprint.batch
-        if path.startswith(_PLANNED) and shape
-    ]
-    return [tuple(own)] if own else []
+    """Return the batches of a plan from ``profile_trainer``, as ``shapes_of`` does; none for a plan of another step."""
+    found = (
+        tuple(
+            (f"[0]{path.removeprefix(_PLANNED)}", shape)
+            for path, shape in call.tensors
+            if path.startswith(_PLANNED)
+        )
+        for call in plan.fingerprint.calls_or_batch
+    )
+    return [one for one in found if one]
+
+
+def _with_calls(plan: Plan, batches: list[Shapes]) -> Plan:
+    calls = tuple(ModelCall(one, with_gradients=True) for one in batches) or plan.fingerprint.calls
+    return structs.replace(plan, fingerprint=structs.replace(plan.fingerprint, calls=calls))
 
 
 _PLANNED = "batch['batch']"

@@ -56,15 +56,15 @@ class Asked:
         return self.limit.room(self.spec, int(self.devices > 1))
 
     @derived
-    def at(self, batch: int, seq: int | None, name: str | None = None) -> Profile:
-        """Return the step at a size, on one device: with the optimizer of a name, or without one."""
+    def at(self, batch: int, seq: int | None, name: str | None) -> Profile:
+        """Return the step at a size, on one device: with the optimizer of a name, or without one (None)."""
         return self.recordings.at(batch, seq, **({} if name is None else {"optimizer": self.make_of(name)}))
 
     @cached_property
     def base(self) -> Profile:
         """The step at the size that was asked for, without an optimizer."""
         begins("the step")
-        return self.at(self.batch, self.seq)
+        return self.at(self.batch, self.seq, None)
 
     # --- optimizers
 

@@ -24,7 +24,7 @@ from sacplan.core.decisions import Decision
 from sacplan.core.derived import derived
 from sacplan.core.liveness import bytes_at_ops
 from sacplan.core.program import Phase, Program
-from sacplan.core.progress import begins
+from sacplan.core.progress import begins, is_known
 from sacplan.device.device_memory import reserved_bytes, retries_within
 from sacplan.planning.candidate import Candidate
 from sacplan.planning.limits import Limit, Room, Try, within
@@ -247,23 +247,16 @@ class Case:
         # Rows are made from the simplest way on. If an earlier one has the same decisions, this way is the same; the
         # search finds this way itself at the latest.
         same = self._decided.setdefault(frozenset(made.decisions), way)
-        return FitRow(
-            optimizer=self.name,
-            way=way.name,
-            techniques=way.techniques,
-            room=self.room,
-            peak_bytes=taken.peak_bytes,
-            unplanned_peak_bytes=self._measure(self.smallest(AS_IT_IS)).peak_bytes,
-            **times,
-            reserved_bytes=taken.reserved_bytes,
-            expandable_bytes=taken.expandable_bytes,
+        row = FitRow(
+            optimizer=self.name, way=way.name, techniques=way.techniques, room=self.room,
+            peak_bytes=taken.peak_bytes, unplanned_peak_bytes=self._measure(self.smallest(AS_IT_IS)).peak_bytes,
+            **times, reserved_bytes=taken.reserved_bytes, expandable_bytes=taken.expandable_bytes,
             runs_with_retries=taken.with_retries and not way.techniques,
-            same_as=None if same == way else same.name,
-            host_bytes=host_bytes,
-            host_room_bytes=self.host_room_bytes,
-            plan=self._plan(way, found) if fits else None,
-            **self.fields,
-        )
+            same_as=None if same == way else same.name, host_bytes=host_bytes,
+            host_room_bytes=self.host_room_bytes, plan=self._plan(way, found) if fits else None, **self.fields,
+        )  # fmt: skip
+        is_known(f"{row.name}: {row.memory}, {'fits' if fits else f'does not fit, by {row.over}'}")
+        return row
 
     def needs(self, row: FitRow) -> int:
         """Return what a device must have for a row: what is reserved on a GPU, also if that does not fit here."""

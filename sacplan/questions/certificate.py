@@ -14,8 +14,11 @@ from sacplan.questions.lengths import Shape, fits_in
 if TYPE_CHECKING:
     import pandas as pd
 
-Setting: TypeAlias = Literal["default", "expandable", "none"]
-"""How the allocator is set; none where the sum of the tensors decides."""
+Setting: TypeAlias = Literal["default", "expandable", "emptied", "none"]
+"""How the allocator is set; none where the sum of the tensors decides.
+
+"emptied" is "default" with ``torch.cuda.empty_cache()`` after each batch.
+"""
 
 
 class BatchAt(NamedTuple):
@@ -63,7 +66,8 @@ class WholeRun:
             the first batch over the limit.
         left_share: Share of the device's memory that the run never reserves, rounded down; None if it does not fit, or
             the device is not the limit. So much an inference engine may have that stays on the device beside the
-            trainer, as vLLM's ``gpu_memory_utilization``.
+            trainer, as vLLM's ``gpu_memory_utilization``. Where the cache is emptied: what is left between two
+            batches, for an engine that sleeps while the trainer steps.
         retries: How often torch gives cached segments back, with the default settings. The run goes on, but each time
             costs a synchronization and new segments.
         run_ms, added_ms: Predicted time of all steps, evaluations included, and what the plans add to it.
@@ -166,9 +170,10 @@ class Certificate:
         """What to do, in sentences; empty if the run fits."""
         if self.fits:
             return ()
-        found = []
-        if any(row.fits and row.allocator == "expandable" for row in self.rows if row.way == "as it is"):
-            found.append(f"It fits with {EXPANDABLE_SEGMENTS}.")
+        found: list[str] = []
+        fitting = {row.allocator for row in self.rows if row.fits and row.way == "as it is"}
+        more = {"expandable": EXPANDABLE_SEGMENTS, "emptied": "torch.cuda.empty_cache() after each batch"}
+        found += [f"It fits with {what}." for setting, what in more.items() if setting in fitting]
         if self.largest is not None:
             what = "batch" if self.tokens is None else "budget of tokens"
             found.append(
@@ -186,8 +191,9 @@ class Certificate:
 
     def in_words(self) -> Section:
         """Return the answer, for people."""
-        settings = {"default": "", "expandable": ", expandable segments", "none": ""}
-        rows = [(f"{row.way}{settings[row.allocator]}", row.said) for row in self.rows]
+        settings = {"expandable": ", expandable segments", "emptied": ", cache emptied"}
+        shown = (row for row in self.rows if row.allocator != "emptied" or not self.fits)
+        rows = [(f"{row.way}{settings.get(row.allocator, '')}", row.said) for row in shown]
         rows.insert(0, ("limit", format_bytes(self.rows[0].limit_bytes)))
         title = f"{self.model} on {self.device}: {self.steps:,} batches of {self.shapes:,} shapes"
         return Section(title, (*rows, *(("", said) for said in self.advice)))

@@ -230,7 +230,8 @@ class _Runs:
         """The settings of the allocator that are played, that of this process first."""
         if not self.room.is_reserved:
             return ("none",)
-        return ("expandable", "default") if expandable_segments() else ("default", "expandable")
+        first: tuple[Setting, ...] = ("default", "expandable")
+        return (*(first[::-1] if expandable_segments() else first), "emptied")
 
     def _step(self, shape: Shape, plan: Plan | None, *, evaluation: bool = False) -> _Step:
         key = shape, evaluation, () if plan is None else plan.decisions
@@ -275,11 +276,11 @@ class _Runs:
         first batch over the limit is that batch. The run goes on, if it is to be played as a ``whole``.
         """
         room, reserves = self.room.n_bytes, setting != "none"
-        allocator = allocators.CachingAllocator(room) if setting == "default" else _UNLIMITED[setting]()
+        allocator = _UNLIMITED[setting]() if setting in _UNLIMITED else allocators.CachingAllocator(room)
         run = TrainingRun(allocator)
         # Allocated and reserved bytes, each with the first step that has them.
         most = [(0, BatchAt(0, shapes[0]))] * 2
-        breaks_at, needs = None, 0
+        breaks_at, needs, idle = None, 0, 0  # ``idle``: the most that is reserved when a batch is over
         for at in self._schedule(shapes):
             changes = steps(at).changes
             try:
@@ -294,13 +295,21 @@ class _Runs:
             took = max(peaks.max_memory_allocated, run.between_bytes), peaks.max_memory_reserved
             most = [max(one, (n, at), key=operator.itemgetter(0)) for one, n in zip(most, took, strict=True)]
             needs = most[reserves][0]
+            if setting == "emptied":
+                allocator.empty_cache()
+                idle = max(idle, allocator.reserved_bytes)
             if breaks_at is None and needs > room:
                 breaks_at = at
                 if not whole:
                     break
         allocated, reserved = most
         reserved_bytes, reserved_at = reserved if reserves else (None, None)
-        left = math.floor(100 * (room - needs) / (room + sum(one.n_bytes for one in self.room.outside))) / 100
+        left = (
+            math.floor(
+                100 * (room - (idle or needs)) / (room + sum(one.n_bytes for one in self.room.outside))
+            )
+            / 100
+        )
         return WholeRun(
             allocator=setting, limit_bytes=room, needs=needs, allocated_bytes=allocated[0], allocated_at=allocated[1],
             reserved_bytes=reserved_bytes, reserved_at=reserved_at, breaks_at=breaks_at, retries=allocator.retries,
@@ -367,7 +376,7 @@ class _Runs:
                 shapes = tuple(one for one in inside if sum(fits_in(one, other) for other in inside) == 1)
                 plan = self._plan(self._largest_of(inside), budget_bytes)
                 # ``apply`` chooses by the calls that a plan was made for.
-                calls = (call for one in shapes for call in self.steps.at(*one).fingerprint.calls)
+                calls = (call for one in shapes for call in self.steps.at(*one).fingerprint.calls_or_batch)
                 fingerprint = msgspec.structs.replace(plan.fingerprint, calls=tuple(dict.fromkeys(calls)))
                 found.append(ShapePlan(shapes, msgspec.structs.replace(plan, fingerprint=fingerprint)))
                 below = edge

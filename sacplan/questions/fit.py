@@ -22,7 +22,7 @@ four for each largest size.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from sacplan.core.arguments import checked
 from sacplan.core.budget import format_bytes, format_difference, parse_budget
 from sacplan.core.derived import derived
-from sacplan.core.progress import begins
+from sacplan.core.progress import begins, is_known
 from sacplan.core.setup import Routing
 from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, devices, resolve_device
 from sacplan.device.outside_allocator import outside_allocator
@@ -50,7 +50,7 @@ from sacplan.questions.batch_sizes import Recordings, batches_of
 from sacplan.questions.cases import Case, SizeAxis
 from sacplan.questions.on_ranks import RankRows, read_devices
 from sacplan.questions.verdict import FitRow, Verdict, cheapest_of, is_same_training, recommended
-from sacplan.questions.ways import Way, host_ways, long_ways, quick_ways
+from sacplan.questions.ways import AS_IT_IS, Way, host_ways, long_ways, quick_ways
 from sacplan.record.compiled import CompileModules
 from sacplan.record.fake_rules import CHOICES
 from sacplan.record.fake_values import is_balanced
@@ -84,7 +84,6 @@ def fit(
     name: str | None = None,
     sizes: bool = True,
     compile: CompileModules = None,
-    on_verdict: Callable[[Verdict], object] | None = None,
 ) -> Verdict:
     """Say whether a training step fits a device; if it does not, by how much, and what to do.
 
@@ -115,7 +114,6 @@ def fit(
         name: Name of the model in the answer.
         sizes: Whether to compute the largest batches and sequences. Without them, it takes about half as long.
         compile: As for ``profile``. The largest sizes of a compiled step take dry runs at some four sizes each.
-        on_verdict: A function that is called with the verdict as soon as it is known, before the largest sizes are.
 
     Returns:
         The verdict: peaks in bytes, times in ms. Peaks are exact, as those of ``plan`` are. The largest batches and
@@ -149,18 +147,13 @@ def fit(
         )
     how = {"loss_fn": loss_fn, "accumulation_steps": accumulation_steps, "routing": routing}
     sweep = Sweep(
-        Recordings(model, batches, spec, {**how, "compile": False if n_devices > 1 else compile}),
-        optimizer,
-        limit_of_device(budget, headroom, spec),
-        Limit(budget, headroom),
-        batch,
-        seq,
-        longest,
+        Recordings(model, batches, spec, {**how, "compile": False if n_devices > 1 else compile}), optimizer,
+        limit_of_device(budget, headroom, spec), Limit(budget, headroom), batch, seq, longest,
         spec.host_memory_bytes if host_budget is None else parse_budget(host_budget, spec.host_memory_bytes),
         n_devices,
-    )
+    )  # fmt: skip
     with looking_for_plans():
-        return sweep.found(name or type(model).__name__, sizes, on_verdict)
+        return sweep.found(name or type(model).__name__, sizes)
 
 
 @dataclass
@@ -180,6 +173,7 @@ class Sweep(Asked):
         """By name, the step with each optimizer."""
         return {name: self._case(name) for name in self.makes}
 
+    @derived
     def _case(self, name: str) -> Case:
         step = self.at(self.batch, self.seq, self.whole(name))
         return Case(name, step, self.step_of(name), self.limit, self.host_budget_bytes)
@@ -189,7 +183,7 @@ class Sweep(Asked):
     @cached_property
     def ways(self) -> list[Way]:
         """The ways that are tried with each optimizer; ``found`` adds those that take long or the host's memory."""
-        any_case = next(iter(self.cases.values()))
+        any_case = self._case(next(iter(self.makes)))
         return quick_ways(lambda way: self._has_place(way) and bool(any_case.smallest(way).decisions))
 
     def _has_place(self, way: Way) -> bool:
@@ -230,20 +224,20 @@ class Sweep(Asked):
 
     # --- the answer
 
-    def found(self, name: str, sizes: bool, on_verdict: Callable[[Verdict], object] | None) -> Verdict:
-        """Return the verdict with all rows. ``on_verdict`` gets it earlier, without the largest sizes."""
+    def found(self, name: str, sizes: bool) -> Verdict:
+        """Return the verdict with all rows."""
         rows, with_sizes = self._rows_on_ranks() if self.devices > 1 else (self._rows(), self.with_sizes)
         verdict = self._verdict(name, rows)
-        if on_verdict is not None:
-            on_verdict(verdict)
         if not sizes:
             return verdict
+        is_known(verdict.sentence)
         competing = verdict.competing
         return self._verdict(name, [with_sizes(row) if row in competing else row for row in rows])
 
     def _rows(self) -> list[FitRow]:
         """Return the rows on one device."""
-        rows = [case.row(way) for case in self.cases.values() for way in self.ways]
+        # The step as it is comes first: what other ways there are takes a search.
+        rows = [row for name in self.makes for row in self._rows_with(name)]
         self._say_worst_routing()
         # What takes long to search for is tried last, and only if it could help.
         # A compiled step is run with each plan: there is no longer search.
@@ -251,6 +245,10 @@ class Sweep(Asked):
         ways = () if done else filter(self._could_fit, long_ways())
         rows += [case.row(way) for way in ways for case in self.cases.values()]
         return rows + self._on_the_host(rows)
+
+    def _rows_with(self, name: str) -> Iterator[FitRow]:
+        yield self._case(name).row(AS_IT_IS)
+        yield from map(self._case(name).row, self.ways[1:])
 
     def _on_the_host(self, rows: list[FitRow]) -> list[FitRow]:
         """Return rows that take memory of the host, if none fits with the asked optimizer or those that do are dear."""
@@ -368,26 +366,18 @@ class Sweep(Asked):
         # With a budget nothing is said about the rest of the device. On a GPU without one, ``outside`` says what it is.
         left = self.given.budget is None and not self.room.is_reserved
         return Verdict(
-            model=name,
-            parameters=sum(p.numel() for p in self.recordings.model.parameters()),
-            batch=self.batch,
-            seq=self.seq,
-            optimizer=rows[0].optimizer,
-            device=self.spec.name,
-            memory_bytes=self.spec.memory_bytes,
-            budget_bytes=self.room.n_bytes,
-            budget=None if self.given == OF_DEVICE else f"{self.room.n_bytes}B",
+            model=name, parameters=sum(p.numel() for p in self.recordings.model.parameters()), batch=self.batch,
+            seq=self.seq, optimizer=rows[0].optimizer, device=self.spec.name, memory_bytes=self.spec.memory_bytes,
+            budget_bytes=self.room.n_bytes, budget=None if self.given == OF_DEVICE else f"{self.room.n_bytes}B",
             headroom_bytes=self.spec.memory_bytes - self.room.n_bytes if left else None,
             outside=outside_allocator(self.spec, int(self.devices > 1)) if self.room.is_reserved else (),
-            rows=tuple(rows),
-            recommended=best,
+            rows=tuple(rows), recommended=best,
             larger_devices=() if best is not None or self.devices > 1 else self._larger_devices(rows),
             computed=(*self.notes, _RUN if self.devices == 1 and self.base.runs_compiled else _COMPUTED),
             remarks=tuple(f"{said[0].upper()}{said[1:]}." for said in self.remarks),
-            accumulation_steps=asked["accumulation_steps"],
-            devices=self.devices,
+            accumulation_steps=asked["accumulation_steps"], devices=self.devices,
             compiled=f", compile={asked['compile']!r}" if asked["compile"] else "",
-        )
+        )  # fmt: skip
 
     def _larger_devices(self, rows: list[FitRow]) -> tuple[str, ...]:
         """Return the known GPUs that hold the smallest row, the smallest first. They have other kernels: a guess."""

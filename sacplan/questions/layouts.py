@@ -81,10 +81,9 @@ class Layout(Row):
             name="one device" if spread is None else spread.name,
             sharding=None if spread is None else spread.ranks.sharding,
             collective_ms=math.fsum(op.time_ms for op in rank.program.ops if "c10d" in op.name),
-            samples_per_s=whole.fingerprint.rows / step_ms * 1e3 if taken["fits"] else 0.0,
-            binding=outcome.binding,
+            samples_per_s=whole.fingerprint.rows / step_ms * 1e3 if taken["fits"] else 0.0, binding=outcome.binding,
             **taken,
-        )
+        )  # fmt: skip
 
     def figures(self) -> dict[str, Any]:
         """Return the figures, with the mesh in words."""

@@ -224,7 +224,7 @@ class RankRows:
 
     def _on_meshes(self) -> Iterator[Arrangement]:
         """Yield the meshes with an axis for tensor parallelism; without one, DDP and FSDP2 do the same."""
-        whole = self.asked.at(self.asked.batch * self.asked.devices, self.asked.seq)
+        whole = self.asked.at(self.asked.batch * self.asked.devices, self.asked.seq, None)
         for mesh in resolve_mesh(self.asked.devices, whole.spec):
             if "tp" not in mesh.names:
                 continue

@@ -295,14 +295,21 @@ def cached_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     return [t for t in (*found, *tensors_in_caches(model)) if is_plain(t)]
 
 
+def run_planned(module: torch.nn.Module, *args: Any) -> Any:
+    """Call a module: the ``gradient_checkpointing_func`` of a model that has a plan, which says what runs again."""
+    return module(*args)
+
+
 def own_checkpointing(model: torch.nn.Module) -> str | None:
     """Return a sentence on where a model checkpoints by itself, and what to do; None if it does not."""
     for fqn, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
+        by = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(module, "gradient_checkpointing", False) is True and by is not run_planned:
+            off = "disable_gradient_checkpointing"  # in diffusers
+            off = off if hasattr(model, off) else "gradient_checkpointing_disable"
             return (
                 f"checkpointing is already switched on in {fqn or type(module).__name__!r} "
-                "(gradient_checkpointing=True). Call model.gradient_checkpointing_disable() first: sacplan "
-                "chooses what to recompute."
+                f"(gradient_checkpointing=True). Call model.{off}() first: sacplan chooses what to recompute."
             )
         if any(
             base.__name__ == "CheckpointWrapper" for base in type(module).__mro__

@@ -58,6 +58,12 @@ class Handle:
         for part in self._installed:
             part.forget_differences()
 
+    def choose(self, index: int) -> None:
+        """Run with this one of several plans from here on, until the model is called and its shapes choose."""
+        for part in self._installed:
+            if isinstance(part, Watched):
+                part.watch.index = index
+
     def remove(self) -> None:
         """Give every module its own forward back. Pending backward passes stay correct."""
         for part in self._installed:

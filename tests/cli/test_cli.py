@@ -466,7 +466,30 @@ def test_certify(place: Path) -> None:
     Path("lengths.txt").write_text("9 forty")
     assert "lengths.txt cannot be read" in error_line(run("certify hf:config.json lengths.txt"))
     assert "64 positions" in error_line(run("certify hf:config.json lengths.npy --batch 2 --pack 65"))
-    assert "hf: target" in error_line(run("certify train.py:make lengths.npy --device cpu"))
+    assert "hf: target" in error_line(run("certify train.py:wider lengths.npy --device cpu"))
+
+
+def test_certify_reads_images_of_many_sizes(place: Path) -> None:
+    sizes = [[32, 64], [64, 32], [96, 96], [32, 32]]
+    Path("sizes.json").write_text(json.dumps(sizes))
+    config = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
+    config |= {"architectures": ["ResNetForImageClassification"]}
+    Path("resnet.json").write_text(json.dumps(config))
+    line = "--device h100 --batch 1 --dtype float32"
+    found = json.loads(run(f"certify hf:resnet.json sizes.json {line} --json").stdout)
+    assert found["rows"][0]["allocated_at"]["shape"] == [1, 96, 96]
+    Path("patches.py").write_text(
+        "import torch\n"
+        "def make():\n"
+        "    def make_batch(n, height, width):\n"
+        "        return torch.zeros(n, 3, height, width)\n"
+        "    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 16, 16), torch.nn.GELU())\n"
+        "    return {'model': model, 'batch': make_batch(1, 32, 32), 'make_batch': make_batch}\n"
+    )
+    shown = run("certify patches.py:make sizes.json --device h100 --batch 2")
+    assert shown.exit_code == 0, shown.stderr
+    assert "4 shapes" not in shown.stdout
+    assert "2 batches of" in shown.stdout
 
 
 @pytest.mark.slow

@@ -166,7 +166,6 @@ THEIR_OWN = {
     "certify.make_batch": ("class",),
     "certify.pack": ("huge",),
     "certify.pad_to_multiple_of": ("huge",),
-    "fit.on_verdict": ("class",),  # it is called, and raises
     "make_batch": (),
     "manager": tuple(WRONG),  # the test's own
     "tensors": ("tensor",),

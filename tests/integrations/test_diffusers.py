@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import sacplan
 from sacplan.cli.targets import load_target
@@ -12,8 +13,11 @@ from sacplan.integrations.hf.target import ModelOptions, TargetError
 
 pytest.importorskip("diffusers")
 
+from sacplan.errors import PlanError
+from sacplan.integrations.diffusers import run_planned
 from tests.support.denoisers import SMALL, small_denoiser
 from tests.support.slow import slow_after
+from tests.support.steps import bit_equal
 
 
 @pytest.mark.parametrize(
@@ -29,6 +33,30 @@ def test_small_ones_take_what_is_predicted(name: str, lora: str | None) -> None:
     assert plan.peak_bytes <= plan.baseline_peak_bytes
     assert made.facts["size"] == size
     assert (made.facts.get("trained", 0) > 0) == (lora is not None)
+
+
+@pytest.mark.parametrize("name", slow_after(1, sorted(SMALL)))
+def test_a_plan_takes_the_place_of_its_checkpointing(name: str) -> None:
+    made = small_denoiser(name, ModelOptions(dtype="float32"))
+    asked = (made.model, made.batch, made.loss_fn)
+    plan = sacplan.plan(sacplan.profile(*asked, device="cpu"), "smallest")
+
+    def gradients() -> list[torch.Tensor]:
+        made.model.zero_grad()
+        torch.manual_seed(0)
+        made.loss_fn(made.model, made.batch).backward()
+        return [p.grad for p in made.model.parameters() if p.grad is not None]
+
+    plain = gradients()
+    made.model.enable_gradient_checkpointing()
+    with pytest.raises(PlanError, match=r"model\.disable_gradient_checkpointing\(\)"):
+        sacplan.apply(made.model, plan)
+    made.model.enable_gradient_checkpointing(gradient_checkpointing_func=run_planned)
+    with sacplan.apply(made.model, plan):
+        assert bit_equal(gradients(), plain)
+    made.model.zero_grad()
+    seen = sacplan.verify(made.model, made.batch, plan, made.loss_fn, run="real")
+    assert seen.peak_bytes == plan.peak_bytes <= plan.baseline_peak_bytes
 
 
 @pytest.mark.parametrize(

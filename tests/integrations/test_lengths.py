@@ -140,6 +140,53 @@ def test_each_step_of_a_trainer_has_the_plan_for_its_lengths(tmp_path: Path) -> 
         PlanCallback([])
 
 
+def test_each_step_of_lightning_has_the_plan_for_its_lengths() -> None:
+    lightning = pytest.importorskip("lightning")
+    from sacplan.integrations.lightning import PlanCallback, step_arguments
+
+    class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = llama()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            loss: torch.Tensor = self.model(**batch).loss
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def trainer(*callbacks: Any) -> Any:
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+        return lightning.Trainer(
+            accelerator="cpu", max_steps=STEPS, callbacks=list(callbacks), enable_model_summary=False, **quiet
+        )
+
+    def make_batch(n: int, seq: int) -> dict[str, Any]:
+        ids = torch.ones(n, seq, dtype=torch.long)
+        ids[1:, -1] = 0  # padding, as in all batches but the first
+        return {"batch": {"input_ids": ids, "labels": ids.clone(), "attention_mask": ids != 0}}
+
+    loader = torch.utils.data.DataLoader(texts()[: 4 * STEPS], batch_size=4, collate_fn=padded)
+    arguments = step_arguments(trainer(), Module(), loader)
+    lengths = [len(one["input_ids"]) for one in texts()][: 4 * STEPS]
+    how = {name: arguments[name] for name in ("loss_fn", "optimizer")} | {"batch": 4, "seed": None}
+    whole = sacplan.certify(arguments["model"], make_batch, lengths, "cpu", **how).rows[0].allocated_bytes
+    budget = f"{int(0.85 * whole)}B"
+    found = sacplan.certify(arguments["model"], make_batch, lengths, "cpu", budget=budget, buckets=2, **how)
+    short, long = (plan for _, plan in found.plans)
+    assert not short.decisions
+    plain, planned = Module(), Module()
+    trainer().fit(plain, loader)
+    callback = PlanCallback([short, long], watch_steps=STEPS)
+    with everything_said() as said:
+        trainer(callback).fit(planned, loader)
+    assert not any("larger than" in one for one in said)
+    assert bit_equal([*plain.parameters()], [*planned.parameters()])
+    assert len(callback.peaks_bytes) == STEPS
+    assert max(callback.peaks_bytes) == pytest.approx(found.rows[-1].allocated_bytes, abs=256)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["bfd", "wrapped", None])
 def test_the_sft_trainer_of_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: str | None) -> None:

@@ -133,7 +133,11 @@ def architectures() -> Iterator[tuple[str, str]]:
 
 def fit_time() -> Iterator[tuple[str, str]]:
     both = {
-        sizes: [each["seconds"] for each in results("fit_time")["rows"] if each["sizes"] == sizes]
+        sizes: [
+            each["seconds"]
+            for each in results("fit_time")["rows"]
+            if each["sizes"] == sizes and "Llama" in each["verdict"]
+        ]
         for sizes in (True, False)
     }
     with_sizes, without = (f"{min(each):.0f} to {max(each):.0f}" for each in both.values())

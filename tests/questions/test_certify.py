@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,21 +18,20 @@ from torch.utils.data import DataLoader
 
 import sacplan
 from benchmarks.harness.steps import run_peaks
-from sacplan.device.caching_allocator import CachingAllocator, ExpandableAllocator
+from sacplan.device.caching_allocator import MIB, CachingAllocator, ExpandableAllocator
 from sacplan.device.device_memory import AllocatorPeaks, Changes, TrainingRun, changes_of
 from sacplan.device.devices import resolve_device
 from sacplan.errors import PlanError
 from sacplan.planning.limits import Room
 from sacplan.planning.request import Request
 from sacplan.questions.batch_sizes import Recordings
-from sacplan.questions.certificate import BatchAt
+from sacplan.questions.certificate import BatchAt, Certificate, WholeRun
 from sacplan.questions.certify import _Runs, certify
 from sacplan.questions.lengths import Drawing, Shape, read_lengths, shape_of_batch
 from sacplan.questions.scaled import SizedStep
 from tests.support.devices import memory_with_room
 from tests.zoo.language_models import LM, cross_entropy
 
-MIB = 2**20
 ADAMW = functools.partial(torch.optim.AdamW, foreach=True)
 
 
@@ -156,17 +156,23 @@ def test_the_allocator_is_played_as_on_recordings_of_each_batch() -> None:
         for shape in set(shapes)
     }
 
-    def by_hand(allocator: CachingAllocator) -> list[tuple[int, int]]:
+    def by_hand(allocator: CachingAllocator, empties: bool = False) -> list[tuple[int, int]]:
         run, found = TrainingRun(allocator), []
         for shape in shapes:
             peaks = run.step(changes_of(recorded[shape].program))
             found.append((peaks.max_memory_reserved, max(peaks.max_memory_allocated, run.between_bytes)))
+            if empties:
+                in_use = sum(one.nbytes for one in allocator.segments if any(not b.free for b in one))
+                allocator.empty_cache()
+                assert allocator.reserved_bytes == in_use
         return found
 
     how: dict[str, Any] = {"loss_fn": cross_entropy, "optimizer": ADAMW, "tokens": 1024}
     found = certify(net, make_batch, lengths, "h100", **how)
-    for row, allocator in zip(found.rows, (CachingAllocator(), ExpandableAllocator()), strict=True):
-        reserved, allocated = zip(*by_hand(allocator), strict=True)
+    for row, allocator in zip(
+        found.rows, (CachingAllocator(), ExpandableAllocator(), CachingAllocator()), strict=True
+    ):
+        reserved, allocated = zip(*by_hand(allocator, row.allocator == "emptied"), strict=True)
         assert (row.reserved_bytes, row.allocated_bytes) == (max(reserved), max(allocated))
         for at, peaks in ((row.reserved_at, reserved), (row.allocated_at, allocated)):
             index = peaks.index(max(peaks))
@@ -209,10 +215,29 @@ def test_the_allocator_is_played_with_evaluations_and_accumulation() -> None:
         net, make_batch, lengths, "h100", cross_entropy, ADAMW, batch=1, seed=None, accumulation_steps=2,
         evaluation=between, evaluate_every=2,
     )  # fmt: skip
-    for row, allocator in zip(found.rows, (CachingAllocator, ExpandableAllocator), strict=True):
+    for row, allocator in zip(found.rows[:2], (CachingAllocator, ExpandableAllocator), strict=True):
         peaks, left = by_hand(allocator(), evaluation)
         assert (row.reserved_bytes, row.allocated_bytes) == tuple(map(max, zip(*peaks, strict=True)))
         assert left == by_hand(allocator(), [])[1]  # evaluations leave nothing
+
+
+def test_emptying_the_cache_may_hold_where_nothing_else_does() -> None:
+    net, draw = LM(layers=3, dim=256, heads=2, vocab=2048), random.Random(3)
+    lengths = [draw.choice([64, 128, 256, 384, 512, 768, 1024, 1536, 2048]) for _ in range(40)]
+    drawing, how = Drawing(read_lengths(lengths, None), 2), {"loss_fn": cross_entropy, "optimizer": ADAMW}
+    steps = SizedStep(Recordings(net, make_batch, resolve_device("h100"), how).at, {(2, 64), (2, 2048)})
+
+    def rows(room_bytes: int) -> list[WholeRun]:
+        room, shapes = Room(room_bytes, True), drawing.shapes()
+        return _Runs("LM", steps, room, shapes, drawing, Request())._rows("as it is")
+
+    tight = rows(rows(2**40)[0].allocated_bytes + 12 * MIB)
+    assert [(row.allocator, row.fits) for row in tight] == [
+        ("default", False), ("expandable", False), ("emptied", True)
+    ]  # fmt: skip
+    of = {"model": "LM", "device": "h100", "steps": 20, "shapes": 9, "batch": 2, "tokens": None, "largest": 1}
+    found = Certificate(**of, rows=tuple(tight), plans=())  # type: ignore[arg-type]
+    assert found.advice[0] == "It fits with torch.cuda.empty_cache() after each batch."
 
 
 @pytest.mark.usefixtures("no_cublas_workspaces")
@@ -374,12 +399,20 @@ def test_sizes_are_read_off_a_batch(batch: Any, shape: tuple[int, ...]) -> None:
 def test_what_is_left_beside_a_run() -> None:
     net, spec = LM(layers=1, dim=64, heads=2, vocab=1024), resolve_device("h100")
     found = certify(net, make_batch, [256, 64], spec, cross_entropy, batch=1)
-    for row in found.rows:
+    *awake, emptied = found.rows
+    for row in awake:
         assert row.left_share is not None
         # The highest share, in hundredths, beside which the run and what is outside of the allocator still fit.
         outside = spec.memory_bytes - row.limit_bytes
         for share, fits in ((row.left_share, True), (row.left_share + 0.01, False)):
             assert (outside + row.needs + share * spec.memory_bytes <= spec.memory_bytes) == fits
+    # An engine that sleeps while the trainer steps has all but what is there between two steps: less than a step takes,
+    # and no less than weights, gradients and the batch.
+    assert emptied.left_share is not None
+    assert emptied.left_share >= awake[0].left_share
+    held = 2 * sum(4 * p.numel() for p in net.parameters()) + 8 * 256
+    idle = emptied.limit_bytes - (emptied.left_share - 0.01) * spec.memory_bytes
+    assert idle >= held
     (tight,) = certify(net, make_batch, [256, 64], spec, cross_entropy, batch=1, budget="1GiB").rows
     assert tight.left_share is None
 
@@ -449,3 +482,44 @@ def test_a_data_loader_is_read_for_its_shapes() -> None:
 def test_what_is_no_run_is_refused(lengths: Any, how: dict[str, Any], said: str) -> None:
     with pytest.raises(PlanError, match=said):
         certify(model(), make_batch, lengths, "cpu", **how)
+
+
+def qwen() -> Any:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    text = {
+        "hidden_size": 32, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+    }  # fmt: skip
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}
+    tokens = {
+        "image_token_id": 60,
+        "vision_start_token_id": 61,
+        "vision_end_token_id": 62,
+        "video_token_id": 63,
+    }
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, **tokens)
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def illustrated(n: int, text: int, height: int, width: int) -> dict[str, torch.Tensor]:
+    """Texts with an image of so many patches each, four of which are a token."""
+    patches = height * width
+    ids = torch.ones(n, 2 + patches // 4 + text, dtype=torch.long)
+    ids[:, 1], ids[:, 2 : 2 + patches // 4] = 61, 60
+    return {
+        "input_ids": ids, "labels": ids.clone(), "mm_token_type_ids": (ids == 60).int(),
+        "pixel_values": torch.zeros(n * patches, 3 * 2 * 14 * 14),
+        "image_grid_thw": torch.tensor([[1, height, width]] * n),
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_of_qwen2_vl_on_images_of_many_sizes() -> None:
+    rng = np.random.default_rng(0)
+    sizes = [(int(rng.integers(8, 60)), *(2 * rng.integers(2, 9, 2)).tolist()) for _ in range(8)]
+    peaks = run_peaks(qwen(), (illustrated(1, *size) for size in sizes), len(sizes), ADAMW)
+    (row,) = certify(qwen(), illustrated, sizes, "cpu", optimizer=ADAMW, batch=1, seed=None).rows
+    assert row.allocated_bytes == max(peaks)
+    assert row.allocated_at.step == peaks.index(max(peaks))
