@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
 from sacplan.core.optimizer_ops import steps_in_backward
 from sacplan.core.program import Event, Op, Patch, Phase, Program, StorageKind
@@ -39,12 +39,14 @@ class OptimizerStep:
         program: of the recording.
         parameters: their storages in it, in the order of the model's.
         host_bytes: of the host's memory that the optimizer takes.
+        name: as in ``Setup.optimizer``.
         make: the optimizer.
     """
 
     program: Program
     parameters: tuple[int, ...]
     host_bytes: int = 0
+    name: str | None = None
     make: Factory | None = None
 
     @property
@@ -116,8 +118,9 @@ def recorded_step(of: Profile, make: Factory) -> OptimizerStep | None:
     gradients = [of.recorded.tensors[of.recorded.gradients[s]] for s in trained(of.recorded)]
     like = [(t.shape, t.stride, getattr(torch, t.dtype)) for t in gradients]
     found = recorded_on(like, make, of.spec)
+    setup = found.fingerprint.setup
     step = OptimizerStep(
-        found.recorded, trained(found.recorded), found.fingerprint.setup.optimizer_host_bytes, make
+        found.recorded, trained(found.recorded), setup.optimizer_host_bytes, setup.optimizer, make
     )
     # A hook has dropped gradients in the backward pass, such as that of an optimizer which offloads them.
     return None if len(step.parameters) < len(like) else step
@@ -150,7 +153,11 @@ def without_optimizer(of: Profile) -> Profile:
 
 def with_optimizer(of: Profile, step: OptimizerStep) -> Profile:
     """Return a step without an optimizer with this one put behind its backward pass."""
-    return dataclasses.replace(of, recorded=program_with_optimizer(of.recorded, step), source=None)
+    setup = replace(of.fingerprint.setup, optimizer=step.name, optimizer_host_bytes=step.host_bytes)
+    fingerprint = replace(of.fingerprint, setup=setup)
+    return dataclasses.replace(
+        of, recorded=program_with_optimizer(of.recorded, step), fingerprint=fingerprint, source=None
+    )
 
 
 def is_replaceable(of: Profile) -> bool:
@@ -232,9 +239,9 @@ def _spliced(program: Program, step: OptimizerStep, at: int) -> Patch:
     place: dict[int, int] = {}
     for t in sorted({t for op in step.ops for t in (*op.inputs, *op.outputs) if t >= 0}):
         tensor = source.tensors[t]
-        place[t] = draft.tensors.add(msgspec.structs.replace(tensor, storage=known[tensor.storage]))
+        place[t] = draft.tensors.add(replace(tensor, storage=known[tensor.storage]))
     # Neither is known in the program that the ops come into: the recording had modules and a forward pass of its own.
-    ops = [msgspec.structs.replace(op, scope=-1, forward_of=-1) for op in source.ops]
+    ops = [replace(op, scope=-1, forward_of=-1) for op in source.ops]
     happened = [
         (code, arg)
         for code, arg in tail

@@ -21,12 +21,13 @@ import torch
 from sacplan.core.budget import format_bytes
 from sacplan.core.derived import derived
 from sacplan.core.elements import StorageKind
+from sacplan.core.optimizer_ops import steps_in_backward
 from sacplan.core.program import Patch
 from sacplan.distributed.ranks.ranks import FSDP2, Ranks, layers_of
 from sacplan.errors import BudgetError, PlanError, TraceError
 from sacplan.planning.meshes import names_on, resolve_mesh, way
 from sacplan.profiling.optimizer_table import BY_NAME
-from sacplan.profiling.optimizers import recorded_on, state_bytes
+from sacplan.profiling.optimizers import recorded_on, state_bytes, with_other_optimizer
 from sacplan.profiling.profile import Profile
 from sacplan.questions.asked import Asked
 from sacplan.questions.cases import Case
@@ -172,8 +173,15 @@ class RankRows:
 
     @derived
     def _rank(self, one: Arrangement, name: str, batch: int) -> Profile:
-        """Return the step of a rank with so many samples for each device."""
-        given = self.asked
+        """Return the step of a rank with so many samples for each device.
+
+        Optimizers share a recording: the step of another one is put behind its backward pass.
+        """
+        given, first = self.asked, next(iter(self.asked.makes))
+        if name != first and (one.name, first) in self._cases and one.ranks.options.offload_policy is None:
+            known, make = self._rank(one, first, batch), given.makes[name]
+            if make is not None and not steps_in_backward(known.recorded):
+                return with_other_optimizer(known, make)
         samples = batch if one.ranks.sharding is None else batch * given.devices
         return given.recordings.at(samples, given.seq, optimizer=given.makes[name], ranks=one.ranks)
 
