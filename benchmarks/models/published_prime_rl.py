@@ -13,6 +13,10 @@ checkpoint in eager mode (``torch/utils/checkpoint.py``). Each micro-batch ends 
 Up to June 2026 the trainer of reinforcement learning looked for the ends of responses token by token, and asked the GPU
 for a value at each (``get_response_lengths`` in ``trainer/utils.py``, gone with #2723).
 
+Layers are checkpointed as there, by PyTorch's ``checkpoint_wrapper``, and recorded with it. It runs a layer again at
+once, while variables of its code hold tensors that the backward pass does not need, so the backward pass finds holes
+in the allocator's segments that are too small for what it asks: 1.3 GiB of 31.6 with adapters on the experts.
+
 With ``lora``, each layer has four adapters, of which fake data uses the first. No run is ever made there that would own
 an optimizer, so that gradients stay and nothing is updated (``optim.py``, ``runs.py``).
 """
@@ -101,12 +105,21 @@ class _Experts(nn.Module):
         self.adapters = nn.ModuleDict({name: _Adapters(weight, rank) for name, weight in weights})
         self.chosen = chosen
 
-    def _product(self, rows: torch.Tensor, name: str, ends: torch.Tensor) -> torch.Tensor:
-        out = _grouped(rows, ends, getattr(self, name))
-        if name in self.adapters:
-            own = self.adapters[name]
-            out = out + 2.0 * _grouped(rows, ends, own.a[0], own.b[0])
-        return out
+    def _product(self, rows: torch.Tensor, name: str, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the rows times a weight; with adapters, before it what the code of prime-rl has in variables."""
+        base = _grouped(rows, ends, getattr(self, name))
+        if name not in self.adapters:
+            return (base,)
+        own = self.adapters[name]
+        added = _grouped(rows, ends, own.a[0], own.b[0])
+        return base, added, base + 2.0 * added
+
+    def _run(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        gate = self._product(rows, "w1", ends)
+        up = self._product(rows, "w3", ends)
+        hidden = F.silu(gate[-1]) * up[-1]
+        down = self._product(hidden, "w2", ends)
+        return down[-1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.view(-1, x.shape[-1])
@@ -118,9 +131,7 @@ class _Experts(nn.Module):
         index = (order // self.chosen).reshape(-1, 1).expand(-1, x.shape[-1])
         rows = torch.gather(tokens, dim=0, index=index)
         ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
-        hidden = F.silu(self._product(rows, "w1", ends))
-        hidden = hidden * self._product(rows, "w3", ends)
-        out = self._product(hidden, "w2", ends)
+        out = self._run(rows, ends)
         out = (out.float() * scores.reshape(-1, 1)).to(x.dtype)
         return torch.zeros_like(tokens).scatter_add(dim=0, index=index, src=out).reshape(x.shape)
 
@@ -272,14 +283,21 @@ def _flash_attention_3(device: str) -> DeviceSpec:
     return dataclasses.replace(spec, rates=dataclasses.replace(spec.kernel_rates, **rates))
 
 
+def _checkpointed(model: Any) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for name, layer in model.model.layers.named_children():
+        model.model.layers.register_module(name, checkpoint_wrapper(layer, preserve_rng_state=False))
+    _fully_sharded(model)
+
+
 def _step(config: Callable[[], Any], head: type[nn.Linear], length: int, device: str, **changes: Any) -> Step:
     made: dict[str, Any] = {
         "build": functools.partial(_build, config, head, length),
         "points": (Point(unit=GIB, figure="reserved_expandable"),),
         "device": _flash_attention_3(device),
-        "plan": lambda profile: sacplan.policy("full", profile=profile, layers=_LAYERS),
         "loop": Loop(held=_last_logits) if head is nn.Linear else Loop(),
-        "spread": _fully_sharded,
+        "spread": _checkpointed,
         "ranks": 1 if config is _qwen3_06b else 8,
         "missing": COMPILE,
         "asks": 0 if head is nn.Linear else 2 * (length - 1),
@@ -302,10 +320,12 @@ def prime_rl(row: Mapping[str, Any]) -> Step:
     return _step(
         _qwen3_06b, head, setting["seq"], row["device"],
         points=(), missing="", samples=tokens, pageable_bytes=25 * tokens, group="prime-rl, Qwen3-0.6B",
+        spread=_fully_sharded, plan=lambda profile: sacplan.policy("full", profile=profile, layers=_LAYERS),
     )  # fmt: skip
 
 
 _OFFLOADING: dict[str, Any] = {
+    "spread": _fully_sharded,
     "plan": functools.partial(offloading_policy, layers=_LAYERS, stash=0, ahead=0),
     "one_stream": True,
 }
@@ -315,6 +335,9 @@ PRIME_RL: dict[str, Step] = {
     "prime-rl-rl-Qwen3-30B-A3B-16384-8xH200": _step(_qwen3_30b, _LogProbs, 16384, "h200"),
     "prime-rl-rl-Qwen3-30B-A3B-65536-8xH200": _step(_qwen3_30b, _LogProbs, 65536, "h200"),
     "prime-rl-rl-Qwen3-30B-A3B-16384-r16-8xH100": _micro_batch(_qwen3_30b, 16384, "h100", 16),
+    "prime-rl-rl-Qwen3-30B-A3B-16384-r16-8xH200": _micro_batch(_qwen3_30b, 16384, "h200", 16),
+    "prime-rl-rl-Qwen3-30B-A3B-65536-r16-8xH100": _micro_batch(_qwen3_30b, 65536, "h100", 16),
+    "prime-rl-rl-Qwen3-30B-A3B-65536-r16-8xH200": _micro_batch(_qwen3_30b, 65536, "h200", 16),
     "prime-rl-sft-Qwen3-0.6B-8192": _step(_qwen3_06b, nn.Linear, 8192, "h100"),
     "prime-rl-sft-Qwen3-0.6B-16384": _step(_qwen3_06b, nn.Linear, 16384, "h100"),
     "prime-rl-sft-Qwen3-0.6B-8192-a6000": _step(_qwen3_06b, nn.Linear, 8192, "rtx-a6000"),

@@ -1,8 +1,7 @@
 """Published steps of torchtitan that combine kinds of parallelism, recorded from torchtitan's own code, unchanged.
 
 To run them, ``pip install --no-deps torchtitan==0.1.0`` and what it imports: torchdata, tyro, tiktoken, tensorboard.
-The release is the first one after the figures of December 2024. What is left out of its code is checkpointing, for
-which there is a plan.
+The release is the first one after the figures of December 2024.
 """
 
 from __future__ import annotations
@@ -26,18 +25,17 @@ from benchmarks.models.published_language import (
 )
 from benchmarks.models.published_step import (
     COMPILE,
-    LAYERS,
     Built,
     Point,
     Step,
     empty,
     foreach_adamw,
-    full_policy,
 )
 
 
 def _llama(
-    name: str, length: int, rows: int, dp: int, cp: int = 1, tp: int = 1, schedule: str = "", **changes: Any
+    name: str, length: int, rows: int, dp: int, cp: int = 1, tp: int = 1, schedule: str = "",
+    checkpointing: str = "full", **changes: Any,
 ) -> Step:  # fmt: skip
     """Return a step of a Llama on a mesh, by default one of Tables 2, 4, 5 and 6 of December 2024.
 
@@ -89,7 +87,7 @@ def _llama(
         dims = made.dims = ParallelDims(1, dp, cp, tp, pp, dp * cp * tp * pp, True)
         made.mesh = dims.build_mesh("cuda")
         config = JobConfig()
-        config.activation_checkpoint.mode = "none"
+        config.activation_checkpoint.mode = checkpointing
         if not schedule:
             parallelize_llama(model, made.mesh, dims, config)
             return
@@ -100,7 +98,6 @@ def _llama(
         model.extend(made.parts)
 
     default: dict[str, Any] = {
-        "plan": functools.partial(full_policy, layers=f"*.{LAYERS}") if schedule else full_policy,
         "missing": f"{_ALSO}, asynchronous tensor parallelism" if schedule else _ALSO,
         "points": BOTH,
     }
@@ -138,8 +135,11 @@ TORCHTITAN: dict[str, Step] = {
     "titan2412-512gpu-405B-1F1B": _405b(8192, 32, 8),
     "titan2412-512gpu-405B-Interleaved1F1B": _405b(8192, 32, 8, schedule="Interleaved1F1B"),
     "titan2412-512gpu-405B-32768": _405b(32768, 8, 8),
+    "titan2412-512gpu-405B-65536-CP2": _405b(65536, 8, 4, cp=2),
+    "titan2412-512gpu-405B-131072-CP4": _405b(131072, 8, 2, cp=4),
+    "titan2412-512gpu-405B-262144-CP8": _405b(262144, 8, 1, cp=8),
     "titan2570-graphsac": _llama(
-        "8B", 8192, 1, 4, tp=2, plan=None, assumed=True, missing="", samples=4096,
+        "8B", 8192, 1, 4, tp=2, checkpointing="none", assumed=True, missing="", samples=4096,
         points=(Point(part=("no AC",), unit=GIB, figure="reserved_expandable"),),
     ),
 }  # fmt: skip

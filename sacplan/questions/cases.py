@@ -153,7 +153,7 @@ class Case:
     @property
     def _behind_host_bytes(self) -> int:
         """Memory of the host that the optimizer behind the step takes; 0 on a CPU, where it is in the peak."""
-        return 0 if self.optimizer is None or self.step.spec.kind == "cpu" else self.optimizer.host_bytes
+        return 0 if self.optimizer is None else self.optimizer.recorded.unplanned_host_bytes
 
     @property
     def host_bytes(self) -> int:

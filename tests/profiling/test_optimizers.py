@@ -10,7 +10,12 @@ from torch import nn
 
 import sacplan
 from sacplan.profiling.optimizer_table import BY_NAME
-from sacplan.profiling.optimizers import recorded_step, with_optimizer, with_other_optimizer, without_optimizer
+from sacplan.profiling.optimizers import (
+    recorded_step,
+    with_optimizer,
+    with_other_optimizer,
+    without_optimizer,
+)
 from tests.support.slow import slow_after
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
