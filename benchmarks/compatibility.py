@@ -90,9 +90,7 @@ class Outcome:
     @property
     def why_not_exact(self) -> str:
         """Why predicted and measured peaks differ, where that was found out."""
-        if self.exact:
-            return ""
-        return zoo_models.REASONS.get(self.model_type, "not known")
+        return "" if self.exact else zoo_models.REASONS.get(self.model_type, "not known")
 
     @property
     def within_budget(self) -> int:

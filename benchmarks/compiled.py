@@ -60,7 +60,8 @@ def rows_of(name: str, backend: str, way: str, budgets: list[str]) -> Iterator[R
     call_model(given.model, given.batch)
     head = {"model": name, "backend": backend, "compiled": way}
     asked = {"modules": "" if way == "whole" else blocks, "backend": backend}
-    larger = dataclasses.replace(given, batch=tree_map_only(torch.Tensor, _larger, given.batch))
+    batch = tree_map_only(torch.Tensor, lambda tensor: torch.cat([tensor] * LARGER), given.batch)
+    larger = dataclasses.replace(given, batch=batch)
     for case, mine in (
         (given, [b for b in budgets if b not in SMALL]),
         (larger, [b for b in budgets if b in SMALL]),
@@ -90,10 +91,6 @@ def rows_of(name: str, backend: str, way: str, budgets: list[str]) -> Iterator[R
                 "recompute_flops": plan.recompute_flops,
             }
             yield row | (_gradients(case, plan, unplanned) if budget != "100%" else {})
-
-
-def _larger(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat([tensor] * LARGER)
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,8 @@ def main(arguments: list[str] | None = None) -> None:
             measured = statistics.median(float(line["measured_ms"]) for line in ran)
             budget = ran[0]["budget_bytes"]
             ms = sacplan.plan(profile, as_budget(int(budget))).planned_ms if plan else profile.step_ms
-            rows.append(
-                {"model": name, "kind": kind, "plan": plan, "measured_ms": measured, "predicted_ms": ms}
-            )
+            about = {"model": name, "kind": kind, "plan": plan}
+            rows.append(about | {"measured_ms": measured, "predicted_ms": ms})
             print(as_text(rows[-1]), flush=True)
     write_results(options.json, rows, row_a_line=True)
     print(in_words(rows))
