@@ -151,13 +151,6 @@ class DeviceSpec:
         """Return how many of ``n`` ranks share a processor of their host: a node of eight has two processors."""
         return min(n, self.ranks_per_node, 4)
 
-    def among(self, n: int) -> DeviceSpec:
-        """Return the device as one of ``n`` ranks has it: copies of others share the memory of the host."""
-        share = self.host_bandwidth_bytes_per_s / self.sharers(n)
-        if n == 1 or self.host_link.bandwidth_bytes_per_s <= share:
-            return self
-        return replace(self, host_link=replace(self.host_link, bandwidth_bytes_per_s=share))
-
     @property
     def kernel_rates(self) -> KernelRates:
         """Return the rates of a CUDA device, which always has some."""

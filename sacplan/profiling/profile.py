@@ -256,7 +256,7 @@ class Profile:
         if self.source is None:
             raise PlanError(NO_SOURCE)
         # Of the device that this profile is of, which a caller may have given another memory.
-        return dataclasses.replace(self.source.on(ranks), spec=self.spec.among(ranks.devices))
+        return dataclasses.replace(self.source.on(ranks), spec=self.spec)
 
     @cached_property
     def program(self) -> Program:

@@ -311,8 +311,7 @@ class _Traced:
 def trace_step(asked: StepRequest) -> Profile:
     """Trace one step and return its profile."""
     asked.check()
-    devices = max(asked.ranks.devices, ranks_here())
-    spec = resolve_device(asked.device).among(devices)
+    spec = resolve_device(asked.device)
     # Contexts from the outside in: generators are put back last; the collector is off before the first fake tensor is
     # made; errors are explained where torch's own messages come through.
     runtime, model, ranks = asked.runtime.removeprefix(_LONG), asked.model, asked.ranks
@@ -345,6 +344,7 @@ def trace_step(asked: StepRequest) -> Profile:
     recorded, rules = kept_at_limits(traced.program), traced.rules
     if ranks == ONE_RANK and any(collective_named(op.name) for op in recorded.ops):
         rules = (*rules, this_rank())
+    devices = max(ranks.devices, ranks_here())
     if devices > 1 and (traced.setup.optimizer_host_bytes or traced.setup.shards_host_bytes):
         rules = (*rules, shared_host(devices, spec))
     fingerprint = structs.replace(
