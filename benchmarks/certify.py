@@ -13,14 +13,15 @@ model. ``over`` counts the steps of the planned run whose own peak is over the b
 that are recomputed, as a share of all FLOPs of the run without a plan: with these plans, with one plan for the largest
 batch, and with every layer checkpointed in every step.
 
-Lengths are drawn from published statistics, see ``DATA``. All are divided by one number for each data set, with which
-the longest sample has 64 tokens: so a step takes milliseconds.
+Lengths are drawn from published statistics (``benchmarks/data/lengths.json``). All are divided by one number for each
+data set, with which the longest sample has 64 tokens: so a step takes milliseconds.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -34,9 +35,9 @@ import torch
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.plans import as_budget
-from benchmarks.harness.results import MIB, Row
+from benchmarks.harness.results import ROOT, Row
 from benchmarks.harness.steps import run_peaks, seed_everything
-from benchmarks.harness.table import PageTable, Table, markdown_table
+from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.models import hf_models
 from benchmarks.models.cases import fused_adamw
 from sacplan.device.devices import resolve_device
@@ -59,9 +60,11 @@ class Data:
         turns: In a sample, on average.
         cut: Tokens at which samples are cut.
         rules: How the loader makes batches, where that is not ``BATCH`` samples, padded.
+        source: Where the statistics were published.
     """
 
-    parts: tuple[tuple[float, float], ...]
+    parts: list[tuple[float, float]]
+    source: str
     turns: float = 1.0
     cut: int = 2048
     rules: dict[str, Any] = field(default_factory=dict)
@@ -79,31 +82,8 @@ def _drawn(rng: np.random.Generator, part: tuple[float, float]) -> float:
     return rng.lognormal(np.log(part[0]) - variance / 2, np.sqrt(variance))
 
 
-# Zhao et al., "WildChat", https://arxiv.org/abs/2405.01470, table 1: turns, and tokens of users and answers in each.
-_SHAREGPT = ((94.46, 626.39), (348.45, 269.93)), 3.51
-DATA = {
-    "Alpaca": Data(
-        ((19.67, 15.19), (64.51, 64.85)), cut=512
-    ),  # model_max_length of stanford_alpaca's train.py
-    "Dolly": Data(((110.25, 261.14), (91.14, 149.15)), cut=1024, rules={"drop_last": True}),
-    "Open Assistant": Data(((33.41, 69.89), (211.76, 246.71)), 2.34, rules={"pad_to_multiple_of": 8}),
-    "ShareGPT": Data(*_SHAREGPT, cut=4096),
-    "ShareGPT, packed": Data(*_SHAREGPT, cut=4096, rules={"pack": LONGEST, "epochs": 2}),
-    "WildChat, by tokens": Data(
-        ((295.58, 1609.18), (441.34, 410.91)), 2.54, 4096, {"batch": None, "tokens": 256}
-    ),
-    # From here on, the source has no deviation: it is taken to be as large as the mean.
-    # Python in StarCoder's corpus: 60.40 GB in 12,866,649 files, https://arxiv.org/abs/2305.06161, table 1; 3.13 bytes
-    # per token, since all of its 783 GB are 250 billion tokens (https://huggingface.co/datasets/bigcode/starcoderdata).
-    "Python files": Data(((1500, 1500),), cut=8192, rules={"pad_to_multiple_of": 16}),
-    # See et al., https://arxiv.org/abs/1704.04368, section 4: an article and its summary.
-    "CNN/DailyMail": Data(((781, 781), (56, 56))),
-    # 44,986,459 amino acids in 122,564 entries, release notes of Swiss-Prot 41.0, section 1.
-    "Swiss-Prot": Data(((367, 367),), cut=1024),
-    # 469 x 387 pixels on average (https://image-net.org/challenges/LSVRC/2014), of which 28 x 28 are a token in
-    # Qwen2-VL (https://arxiv.org/abs/2409.12191, section 2.1).
-    "ImageNet, any size": Data(((231.5, 231.5),), cut=1024),
-}
+_TABLE = json.loads((ROOT / "benchmarks" / "data" / "lengths.json").read_text(encoding="utf-8"))
+DATA = {name: Data(**row) for name, row in _TABLE.items()}
 
 
 def drawing_of(name: str) -> Drawing:
@@ -181,36 +161,16 @@ def row_of(data: str, name: str) -> Row:
     }  # fmt: skip
 
 
-_TABLE = Table(
-    ("data", ">20"), ("model", ">7"), ("shapes", ">6"), ("predicted", ">10.3f"), ("error", ">+8.3%"),
-    ("plans", ">5"), ("predicted", ">10.3f"), ("error", ">+8.3%"), ("over", ">4"), ("one plan", ">8.2%"),
-    ("plans", ">8.2%"), ("checkpoint", ">10.2%"),
-)  # fmt: skip
-
-
-def _line(row: Row) -> str:
-    runs = [(row[f"{kind}predicted"], row[f"{kind}measured"]) for kind in ("", "planned_")]
-    plain, planned = ((predicted / MIB, predicted / real - 1) for predicted, real in runs)
-    cells = (row["plans"], *planned, *(row[key] for key in ("over", "one", "by_length", "checkpointed")))
-    return _TABLE.row(row["data"], row["model"], row["shapes"], *plain, *cells)
-
-
 def _cells(data: str, rows: list[Row]) -> list[str]:
     mine = [row for row in rows if row["data"] == data]
-    runs = [(row[f"{k}predicted"], row[f"{k}measured"]) for row in mine for k in ("", "planned_")]
-    exact, worst = sum(p == m for p, m in runs), max((p / m - 1 for p, m in runs), key=abs)
     sizes = (f"{mine[0][key]:.0f}" for key in ("shapes", "median", "longest"))
     costs = (f"{mean(row[key] for row in mine):.1%}" for key in ("by_length", "one", "checkpointed"))
-    over = sum(row["over"] for row in mine)
-    return [data, *sizes, f"{exact} of {len(runs)}", f"{worst:+.2%}", f"{over}", *costs]
+    return [data, *sizes, *costs]
 
 
 def table(rows: list[Row]) -> str:
     """Write the table of the page: a line for each data set."""
-    heads = (
-        "lengths as in | shapes | median length | longest | to the byte | largest error | steps over the budget"
-        " | plans by length | one plan | checkpointing"
-    )
+    heads = "lengths as in | shapes | median length | longest | plans by length | one plan | checkpointing"
     return markdown_table(heads, (_cells(data, rows) for data in DATA))
 
 
@@ -223,9 +183,8 @@ def main() -> None:
     parser.choice("--models", MODELS)
     torch.set_num_threads(1)
     arguments = parser.begin(silence=True)
-    print(f"predicted in MiB; plans in FLOPs recomputed\n{_TABLE.head}")
     cases = itertools.product(arguments.data, arguments.models)
-    run_cases(cases, lambda case: [row_of(*case)], _line, arguments.json, key="case", row_a_line=True)
+    run_cases(cases, lambda case: [row_of(*case)], arguments.json, key="case", row_a_line=True)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ from torch.utils._pytree import tree_map_only
 
 import sacplan
 from benchmarks.harness.command import Parser, known_rows, run_cases
-from benchmarks.harness.results import MIB, Row
+from benchmarks.harness.results import Row
 from benchmarks.harness.steps import seed_everything
-from benchmarks.harness.table import PageTable, Table, markdown_table
+from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.models.cases import Case
 from benchmarks.models.compiled_models import MODELS
 from sacplan.core.compilation import Compilation
@@ -49,11 +49,6 @@ LARGER = 4
 _SHIFT = 0.001
 """By what share of itself a loss is shifted along its gradients. Curvature and rounding are 1e-4 of the slope then."""
 
-_TABLE = Table(
-    ("model", ">18"), ("backend", ">10"), ("compiled", ">9"), ("budget", ">7"), ("predicted", ">10.2f"),
-    ("measured", ">10.2f"), ("error", ">+8.3%"), ("holds", ">6"),
-)  # fmt: skip
-
 
 def rows_of(name: str, backend: str, way: str, budgets: list[str]) -> Iterator[Row]:
     """Yield a row for each budget; "100%" is no plan."""
@@ -65,7 +60,8 @@ def rows_of(name: str, backend: str, way: str, budgets: list[str]) -> Iterator[R
     call_model(given.model, given.batch)
     head = {"model": name, "backend": backend, "compiled": way}
     asked = {"modules": "" if way == "whole" else blocks, "backend": backend}
-    larger = dataclasses.replace(given, batch=tree_map_only(torch.Tensor, _larger, given.batch))
+    batch = tree_map_only(torch.Tensor, lambda tensor: torch.cat([tensor] * LARGER), given.batch)
+    larger = dataclasses.replace(given, batch=batch)
     for case, mine in (
         (given, [b for b in budgets if b not in SMALL]),
         (larger, [b for b in budgets if b in SMALL]),
@@ -95,10 +91,6 @@ def rows_of(name: str, backend: str, way: str, budgets: list[str]) -> Iterator[R
                 "recompute_flops": plan.recompute_flops,
             }
             yield row | (_gradients(case, plan, unplanned) if budget != "100%" else {})
-
-
-def _larger(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat([tensor] * LARGER)
 
 
 @dataclass(frozen=True)
@@ -174,22 +166,10 @@ def _distance(found: list[torch.Tensor], right: list[torch.Tensor]) -> float:
     )
 
 
-def _line(row: Row) -> str:
-    head = row["model"], row["backend"], row["compiled"], row["budget"]
-    if "measured" not in row:
-        return _TABLE.row(*head) + f" {row.get('raised') or row['smallest'] / MIB}"
-    predicted, measured = row["predicted"], row["measured"]
-    return _TABLE.row(*head, predicted / MIB, measured / MIB, predicted / measured - 1, str(row["holds"]))
-
-
 def _cells(rows: list[Row], kind: tuple[str, str, str]) -> list[str]:
     mine = [r for r in rows if (r["backend"], r["compiled"], r["budget"]) == kind]
-    ran = [r for r in mine if "measured" in r]
-    errors = [r["predicted"] / r["measured"] - 1 for r in ran]
     cells = (
-        *kind, len(mine), errors.count(0.0), sum(abs(e) <= 0.005 for e in errors),
-        f"{max(errors, key=abs):+.2%}" if errors else "-",
-        sum(not r["holds"] for r in ran) if kind[-1] != "100%" else "-",
+        *kind, len(mine), sum(r["predicted"] == r["measured"] for r in mine if "measured" in r),
         sum("smallest" in r for r in mine), sum("raised" in r for r in mine),
     )  # fmt: skip
     return list(map(str, cells))
@@ -197,10 +177,7 @@ def _cells(rows: list[Row], kind: tuple[str, str, str]) -> list[str]:
 
 def table(rows: list[Row]) -> str:
     """Write the table of the page: a line for each backend, way and budget."""
-    heads = (
-        "backend | compiled | budget | steps | to the byte | within .5 % | largest error | over budget | infeasible"
-        " | raised"
-    )
+    heads = "backend | compiled | budget | steps | to the byte | infeasible | raised"
     known = {(r["backend"], r["compiled"], r["budget"]) for r in rows}
     kinds = (kind for kind in itertools.product(BACKENDS, WAYS, BUDGETS) if kind in known)
     return markdown_table(heads, (_cells(rows, kind) for kind in kinds))
@@ -217,13 +194,12 @@ def main() -> None:
     parser.choice("--budgets", BUDGETS)
     torch.set_num_threads(1)
     arguments = parser.begin(silence=True)
-    print(f"figures in MiB\n{_TABLE.head}")
     known = {row["case"] for row in known_rows(arguments.json)}
     cases = []
     for kind in itertools.product(arguments.names, arguments.backends, arguments.ways):
         left = [budget for budget in arguments.budgets if " ".join((*kind, budget)) not in known]
         cases += [(*kind, left)] if left else []
-    run_cases(cases, lambda case: rows_of(*case), _line, arguments.json, key="case", row_a_line=True)
+    run_cases(cases, lambda case: rows_of(*case), arguments.json, key="case", row_a_line=True)
 
 
 if __name__ == "__main__":

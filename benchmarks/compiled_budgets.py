@@ -22,9 +22,9 @@ import torch._functorch.config as functorch_config
 
 import sacplan
 from benchmarks.harness.command import Parser, known_rows, run_cases
-from benchmarks.harness.results import MIB, Row
+from benchmarks.harness.results import Row
 from benchmarks.harness.steps import seed_everything
-from benchmarks.harness.table import PageTable, Table, markdown_table
+from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.models.cases import Case
 from benchmarks.models.compiled_models import MODELS
 from benchmarks.rivals import checkpoint_layers
@@ -48,11 +48,6 @@ LAYERS: dict[str, bool | None] = {
     "layers but every second matmul": True,
 }
 """What is checkpointed, as ``rivals.checkpoint_layers`` takes it."""
-
-_TABLE = Table(
-    ("model", ">10"), ("rival", ">30"), ("unplanned MiB", ">14.2f"), ("its peak", ">9.2f"), ("GFLOP", ">8.3f"),
-    ("ms", ">7.2f"), ("plan's peak", ">12.2f"), ("GFLOP", ">8.3f"), ("ms", ">7.2f"),
-)  # fmt: skip
 
 
 def rows_of(name: str, rivals: list[str]) -> Iterator[Row]:
@@ -101,17 +96,6 @@ def _case(name: str, rival: str = "") -> Case:
     return case
 
 
-def _line(row: Row) -> str:
-    cells = [row["model"], str(row["setting"]), row["unplanned"] / MIB]
-    for found in (row["theirs"], row["plan"]):
-        cells += (
-            [None] * 3
-            if found is None
-            else [found["peak"] / MIB, found["recompute_flops"] / 1e9, found["step_ms"]]
-        )
-    return _TABLE.row(*cells)
-
-
 def _cells(model: str, rows: list[Row]) -> list[str]:
     mine = [row for row in rows if row["model"] == model]
     pairs = [(row["theirs"], row["plan"]) for row in mine if row["plan"]]
@@ -141,9 +125,8 @@ def main() -> None:
     known = {row["case"] for row in known_rows(arguments.json)}
     rivals = [*SETTINGS, *LAYERS]
     cases = [(name, [r for r in rivals if f"{name} {r}" not in known]) for name in arguments.names]
-    print(_TABLE.head)
     left = [case for case in cases if case[1]]
-    run_cases(left, lambda case: rows_of(*case), _line, arguments.json, key="case", row_a_line=True)
+    run_cases(left, lambda case: rows_of(*case), arguments.json, key="case", row_a_line=True)
 
 
 if __name__ == "__main__":

@@ -30,15 +30,11 @@ import sacplan
 from benchmarks import rivals
 from benchmarks.harness.command import Parser
 from benchmarks.harness.plans import as_budget
-from benchmarks.harness.results import GIB, ROOT, describe, machine, write_results
-from benchmarks.harness.table import Table
-from benchmarks.models.cases import text
+from benchmarks.harness.results import GIB, ROOT, as_text, describe, machine, write_results
+from benchmarks.models import hf_models
 from benchmarks.rivals import Case, Point
 from examples.transformer import Transformer
 from sacplan.record.step import default_loss
-
-OBJECTIVES = ("flops", "time")
-"""What ``sacplan.plan`` may minimise. The first is the default, since FLOPs are compared."""
 
 PICTURE = ROOT / "docs" / "images" / "frontier.png"
 _BUDGETS = 8  # of the sweep
@@ -59,58 +55,14 @@ def _seed(dropout: float) -> Case:
     )
 
 
-def _gpt2() -> Case:
-    config = transformers.GPT2Config(n_layer=6, use_cache=False)
-    return Case(
-        name="gpt2",
-        title="GPT-2, 6 layers of 768, 4 x 1024 tokens, float32",
-        make_model=lambda: transformers.GPT2LMHeadModel(config),
-        make_batch=lambda: text(50257, 4, 1024),
-        loss_fn=default_loss,
-        layers="transformer.h",
-        context=_not_packed,
-    )
-
-
-def _llama() -> Case:
-    config = transformers.LlamaConfig(
-        vocab_size=32000,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=6,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        use_cache=False,
-    )
+def _of_transformers(name: str, title: str, layers: str, dtype: torch.dtype = torch.float32) -> Case:
+    model_class, config, make_batch = hf_models.ARCHITECTURES[name]("frontier")
 
     def make_model() -> torch.nn.Module:
-        with _default_dtype(torch.bfloat16):
-            return transformers.LlamaForCausalLM(config)
+        with _default_dtype(dtype):
+            return model_class(config)
 
-    return Case(
-        name="llama",
-        title="Llama, 6 layers of 1024, 4 x 2048 tokens, bfloat16",
-        make_model=make_model,
-        make_batch=lambda: text(32000, 4, 2048),
-        loss_fn=default_loss,
-        layers="model.layers",
-        context=_not_packed,
-    )
-
-
-def _vit() -> Case:
-    config = transformers.ViTConfig(num_hidden_layers=6, num_labels=1000)
-    return Case(
-        name="vit",
-        title="ViT, 6 layers of 768, 64 images, float32",
-        make_model=lambda: transformers.ViTForImageClassification(config),
-        make_batch=lambda: {
-            "pixel_values": torch.randn(64, 3, 224, 224),
-            "labels": torch.randint(0, 1000, (64,)),
-        },
-        loss_fn=default_loss,
-        layers="vit.layers",
-    )
+    return Case(name, title, make_model, make_batch, default_loss, layers, _not_packed)
 
 
 def _not_packed() -> contextlib.AbstractContextManager[Any]:
@@ -128,7 +80,17 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-CASES = {case.name: case for case in (_seed(0.0), _seed(0.1), _gpt2(), _llama(), _vit())}
+CASES = {
+    case.name: case
+    for case in (
+        _seed(0.0), _seed(0.1),
+        _of_transformers("gpt2", "GPT-2, 6 layers of 768, 4 x 1024 tokens, float32", "transformer.h"),
+        _of_transformers(
+            "llama", "Llama, 6 layers of 1024, 4 x 2048 tokens, bfloat16", "model.layers", torch.bfloat16
+        ),
+        _of_transformers("vit", "ViT, 6 layers of 768, 64 images, float32", "vit.layers"),
+    )
+}  # fmt: skip
 
 
 # --- figures ----------------------------------------------------------------------------------------------
@@ -217,9 +179,9 @@ class Ours:
         return [self.at_budget(budget)[1] for budget in budgets]
 
 
-def rows_of(case: Case, objective: str = OBJECTIVES[0]) -> list[Row]:
+def rows_of(case: Case, objective: str) -> list[Row]:
     """Measure rivals, sacplan at each rival's peak, and sacplan's own sweep; print as it goes."""
-    print(f"\n{case.title}\n{_TABLE.head}  verdict")
+    print(f"\n{case.title}")
     plain = rivals.unplanned(case)
 
     def row(point: Point, versus: str = "") -> Row:
@@ -249,12 +211,8 @@ def verdict(theirs: Row, mine: Row | None) -> str:
     return f"ours {mine.recompute_percent:.2f} % at {mine.peak_gib:.4f} GiB: {word}"
 
 
-_TABLE = Table(("who", ">12"), ("setting", ">20"), ("peak GiB", ">9.4f"), ("recompute", ">9"))
-
-
 def _print(row: Row, words: str = "") -> None:
-    cells = _TABLE.row(row.who, row.setting, row.peak_gib, f"{row.recompute_percent:.2f}%")
-    print(f"{cells}  {words}", flush=True)
+    print(as_text(dataclasses.asdict(row)), words, flush=True)
 
 
 # --- picture ----------------------------------------------------------------------------------------------
@@ -323,7 +281,7 @@ def _undominated(rows: list[Row]) -> list[Row]:
 def main() -> None:
     parser = Parser(__doc__, "frontier.json")
     parser.choice("--cases", CASES)
-    parser.add_argument("--objective", default=OBJECTIVES[0], choices=OBJECTIVES, help="of sacplan's plans")
+    parser.add_argument("--objective", default="flops", choices=("flops", "time"), help="of sacplan's plans")
     parser.add_argument("--picture", type=Path, default=PICTURE)
     transformers.logging.set_verbosity_error()
     arguments = parser.parse_args()

@@ -1,7 +1,6 @@
 """Are predictions right on a CUDA device: peaks, step times, attention kernels, cuBLAS workspaces?
 
     python -m benchmarks.gpu [--names gpt2 llama ...] [--kinds bf16 autocast] [--seconds 420] [--json FILE]
-    python -m benchmarks.gpu --smoke          # the same code on the CPU, at tiny sizes
     python -m benchmarks.gpu --table          # the table of docs/gpu.md, from the committed figures
     python -m benchmarks.gpu --predict        # the same with today's predictions beside what was measured
 
@@ -25,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import json
 import statistics
 import sys
 import time
@@ -41,17 +41,15 @@ import sacplan
 from benchmarks.gpu_times import CHANGED, profiled
 from benchmarks.harness.command import Parser
 from benchmarks.harness.plans import as_budget, budget_at, timed
-from benchmarks.harness.results import MIB, RESULTS, Row, read_results, write_results
-from benchmarks.harness.steps import tensors_of
-from benchmarks.harness.table import PageTable, Table, markdown_table
+from benchmarks.harness.results import MIB, RESULTS, ROOT, Row, as_text, read_results, write_results
+from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.models import gpu_models
 from sacplan.device.attention import AttentionCall, attention_backend
 from sacplan.device.calibrate import calibrate
 from sacplan.device.cublas import library_workspace_bytes
 from sacplan.device.device_memory import device_memory
-from sacplan.device.devices import DeviceSpec, resolve_device, torch_version
+from sacplan.device.devices import DeviceSpec, resolve_device
 from sacplan.record.step import Step, default_loss
-from sacplan.running.measure import measured_step
 
 ZOO = ("gpt2", "llama", "t5", "bert", "vit", "mixtral", "resnet", "mamba")
 KINDS = ("bf16", "autocast")
@@ -68,15 +66,12 @@ Build = Callable[[], tuple[torch.nn.Module, Any, Any]]
 # --- cases ------------------------------------------------------------------------------------------
 
 
-def cases(
-    names: list[str] | None, kinds: list[str], smoke: bool, device: str
-) -> Iterator[tuple[Row, Build | str]]:
+def cases(names: list[str] | None, kinds: list[str], device: str) -> Iterator[tuple[Row, Build | str]]:
     """Yield what is to be measured: (model and kind, how to build it or why it is left out)."""
-    size = "smoke" if smoke else "gpu"
     for kind in kinds:
         for name in gpu_models.MODELS:
             if names is None or name in names:
-                build = _bind(gpu_models.build, name, size, device, torch.bfloat16, kind == "autocast")
+                build = _bind(gpu_models.build, name, device, torch.bfloat16, kind == "autocast")
                 yield {"model": name, "kind": kind}, build
     wanted = [f"transformers/{n}" for n in ZOO if names is None or f"transformers/{n}" in names]
     if not wanted:
@@ -88,7 +83,7 @@ def cases(
             yield {"model": name, "kind": "bf16"}, f"not installed: {error.name or error}"
         return
     for name in wanted:
-        build = _bind(_from_hf_models, hf_models, name.split("/")[1], "small" if smoke else "medium", device)
+        build = _bind(_from_hf_models, hf_models, name.split("/")[1], device)
         yield {"model": name, "kind": "bf16"}, build
 
 
@@ -96,9 +91,9 @@ def _bind(function: Callable[..., Any], *args: Any) -> Build:
     return lambda: function(*args)
 
 
-def _from_hf_models(hf_models: Any, name: str, size: str, device: str) -> tuple[torch.nn.Module, Any, Any]:
+def _from_hf_models(hf_models: Any, name: str, device: str) -> tuple[torch.nn.Module, Any, Any]:
     torch.manual_seed(0)
-    model, batch, loss_fn = hf_models.build(name, size, device=device, dtype=torch.bfloat16)
+    model, batch, loss_fn = hf_models.build(name, device=device, dtype=torch.bfloat16)
     return model, {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}, loss_fn
 
 
@@ -107,7 +102,7 @@ def _from_hf_models(hf_models: Any, name: str, size: str, device: str) -> tuple[
 
 def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
     """Measure everything about one model."""
-    own = memory_before(device)
+    own = memory_before()
     model, batch, loss_fn = build()
     loss_fn = loss_fn or default_loss
     spec = specs["datasheet"]
@@ -140,7 +135,7 @@ def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
     again = gradients(model, batch, loss_fn)
     row["deterministic"] = equal(plain, again)
     del again
-    row |= _measured(model, batch, loss_fn, device, own)
+    row |= _measured(model, batch, loss_fn, own)
     row["plans"] = []
     smallest = sacplan.plan(seen, "smallest").peak_bytes
     for share in SHARES:
@@ -150,7 +145,7 @@ def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
             planned: Row = {"budget_bytes": budget, "predicted_peak_bytes": plan.peak_bytes}
             planned["predicted_ms"] = plan.planned_ms
             planned["bit_equal"] = equal(plain, gradients(model, batch, loss_fn))
-            planned |= _measured(model, batch, loss_fn, device, own)
+            planned |= _measured(model, batch, loss_fn, own)
         planned["predicted_allocator"] = msgspec.to_builtins(plan.device_memory)
         planned["within_budget"] = planned["measured_peak_bytes"] <= budget
         row["plans"].append(planned)
@@ -176,16 +171,13 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def _measured(model: torch.nn.Module, batch: Any, loss_fn: Any, device: str, own: Memory) -> Row:
+def _measured(model: torch.nn.Module, batch: Any, loss_fn: Any, own: Memory) -> Row:
     """Measure the peak, as the sum of tensors, and the time of real steps with AdamW, and what the allocator says.
 
     The learning rate is 0, so that the next measurement finds the same weights.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     step = Step(model, batch, loss_fn, optimizer)
-    if device == "cpu":
-        seen = measured_step(step, tensors_of(batch))
-        return {"measured_peak_bytes": seen.peak_bytes, "measured_ms": seen.wall_ms}
     return timed_steps(step, own)
 
 
@@ -250,14 +242,11 @@ class Memory:
     reserved: int = 0
 
 
-def memory_before(device: str) -> Memory:
+def memory_before() -> Memory:
     """Return what is on the device before a row begins.
 
     A cuBLAS workspace of the backward thread cannot be dropped. It counts as the row's, for the step uses it.
     """
-    if device == "cpu":
-        gc.collect()
-        return Memory()
     _forget_memory()
     left, workspace = torch.cuda.memory_allocated(), library_workspace_bytes(resolve_device("cuda"))
     if workspace and left in (workspace, 2 * workspace):
@@ -285,36 +274,16 @@ def predict_again(rows: list[Row]) -> None:
 # --- attention and cuBLAS ---------------------------------------------------------------------------
 
 BACKENDS = {-1: "error", 0: "math", 1: "flash", 2: "efficient", 3: "cudnn", 4: "overrideable"}
-ATTENTION: list[tuple[str, Row]] = [
-    ("bf16", {}),
-    ("fp16", {"dtype": torch.float16}),
-    ("fp32", {"dtype": torch.float32}),
-    ("fp64", {"dtype": torch.float64}),
-    ("causal", {"is_causal": True}),
-    ("causal, other key length", {"is_causal": True, "keys": 64}),
-    ("dropout 0.1", {"dropout_p": 0.1}),
-    ("dropout 0.125", {"dropout_p": 0.125}),
-    ("bool mask 4-D", {"mask": (2, 1, 128, 128)}),
-    ("mask 2-D", {"mask": (128, 128)}),
-    ("mask that needs a gradient", {"mask": (1, 4, 128, 128), "mask_grad": True}),
-    ("grouped queries", {"kv_heads": 2, "enable_gqa": True}),
-    ("grouped queries, mask", {"kv_heads": 2, "enable_gqa": True, "mask": (2, 1, 128, 128)}),
-    ("grouped queries, fp32", {"kv_heads": 2, "enable_gqa": True, "dtype": torch.float32}),
-    ("head 60", {"dim": 60}),
-    ("head 128", {"dim": 128}),
-    ("head 192", {"dim": 192}),
-    ("head 256", {"dim": 256}),
-    ("head 264", {"dim": 264}),
-    ("3-D", {"three": True}),
-    ("no gradient", {"grad": False}),
-]
+ATTENTION: list[tuple[str, Row]] = json.loads(
+    (ROOT / "benchmarks/data/attention_calls.json").read_text("utf-8")
+)
 
 
 def attention_rows(spec: DeviceSpec, device: str) -> list[Row]:
-    """Return torch's choice of an attention kernel beside ours; on a CPU, which has other rules, they may differ."""
+    """Return torch's choice of an attention kernel beside ours."""
     rows = []
     for name, o in ATTENTION:
-        dtype, dim, heads = o.get("dtype", torch.bfloat16), o.get("dim", 64), o.get("kv_heads", 4)
+        dtype, dim, heads = getattr(torch, o.get("dtype", "bfloat16")), o.get("dim", 64), o.get("kv_heads", 4)
         grad, three = o.get("grad", True), o.get("three", False)
         shapes = [(2, 4, 128, dim), *[(2, heads, o.get("keys", 128), dim)] * 2]
         q, k, v = (
@@ -334,7 +303,7 @@ def attention_rows(spec: DeviceSpec, device: str) -> list[Row]:
             mask_requires_grad=mask is not None and mask.requires_grad, enable_gqa=gqa, needs_grad=grad, **options,
         )  # fmt: skip
         row["ours"] = attention_backend(spec, call)
-        row["agree"] = row["torch"] == row["ours"] if device != "cpu" else None
+        row["agree"] = row["torch"] == row["ours"]
         rows.append(row)
     return rows
 
@@ -342,8 +311,6 @@ def attention_rows(spec: DeviceSpec, device: str) -> list[Row]:
 def cublas_report(spec: DeviceSpec, device: str) -> Row:
     """Return the size of a workspace, and how many a forward and a backward product leave behind."""
     report: Row = {"predicted_bytes": library_workspace_bytes(spec), "predicted_count": 2}
-    if device == "cpu":
-        return report
     ask = getattr(torch._C, "_cuda_getCublasWorkspaceSize", None)
     report["torch_says_bytes"] = ask() if ask is not None else None
     a = torch.randn(64, 64, device=device, requires_grad=True)
@@ -369,7 +336,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--seconds", type=float, default=420.0, help="start no further row after this long")
     parser.add_argument("--table", action="store_true", help="only put the committed figures on the page")
-    parser.add_argument("--smoke", action="store_true", help="on the CPU, at tiny sizes")
     parser.add_argument(
         "--predict", action="store_true", help="predict the committed steps again, with no GPU"
     )
@@ -385,14 +351,13 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = sorted(set(options.names or ()) - set(known))
     if unknown:
         parser.error(f"unknown names {unknown}; known: {', '.join(known)}")
-    if not options.smoke and not torch.cuda.is_available():
-        parser.error("there is no CUDA device here; --smoke runs the same code on the CPU")
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device here")
     began = time.perf_counter()
-    device = "cpu" if options.smoke else "cuda"
-    spec = resolve_device(device)
-    here = calibrate(device, matmul_size=64, copy_bytes=2**16) if options.smoke else calibrate(device)
+    device = "cuda"
+    spec, here = resolve_device(device), calibrate(device)
     specs = {"datasheet": spec, "calibrated": here}
-    board = "cpu" if options.smoke else torch.cuda.get_device_name()
+    board = torch.cuda.get_device_name()
     print(f"{board} ({spec.name}), torch {torch.__version__}, CUDA {torch.version.cuda}")
     data: Row = {
         "device": spec.name,
@@ -400,17 +365,14 @@ def main(arguments: list[str] | None = None) -> int:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "smoke": options.smoke,
         "calibrated": dataclasses.asdict(here),
         "cublas": cublas_report(spec, device),
-        "attention": attention_rows(spec if device == "cuda" else resolve_device("h100"), device),
+        "attention": attention_rows(spec, device),
     }
-    _print_attention(data)
-    print(f"cuBLAS workspaces: {data['cublas']}")
-    print(HEADER)
+    print(*map(as_text, (data["cublas"], *data["attention"])), sep="\n")
     rows: list[Row] = []
     lost = ""
-    for row, build in cases(options.names, options.kinds, options.smoke, device):
+    for row, build in cases(options.names, options.kinds, device):
         rows.append(row)
         if isinstance(build, str):
             row["skipped"] = build
@@ -424,8 +386,9 @@ def main(arguments: list[str] | None = None) -> int:
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 row["traceback"] = traceback.format_exc()
-            lost = _context_lost(device)
-        _print_row(row)
+            lost = _context_lost()
+        for each in (row, *row.get("plans", ())):
+            print(as_text({"model": row["model"]} | each), flush=True)
     data["seconds"] = round(time.perf_counter() - began, 1)
     path = options.json or RESULTS / f"gpu_{spec.name.replace(' ', '-')}.json"
     write_results(path, rows, **data)
@@ -434,10 +397,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _context_lost(device: str) -> str:
+def _context_lost() -> str:
     """Return why the CUDA context can no longer be used after a row; "" if it can."""
-    if device == "cpu":
-        return ""
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
@@ -445,68 +406,29 @@ def _context_lost(device: str) -> str:
     return ""
 
 
-_TABLE = Table(
-    ("model", ">22"), ("kind", ">8"), ("budget", ">9"), ("predicted", ">9.2f"), ("measured", ">9.2f"),
-    ("error", ">+7.2%"), ("reserved", ">17"), ("predicted ms", ">24"), ("ms", ">8.1f"), ("bits", ">6"),
-)  # fmt: skip
-HEADER = (
-    "MiB and ms; reserved: predicted/measured; predicted times: table/calibrated/each op timed\n"
-    + _TABLE.head
-)
-
-
-def _print_row(row: Row) -> None:
-    about = row["model"], row["kind"]
-    if "skipped" in row or "error" in row:
-        word = "skipped" if "skipped" in row else "ERROR"
-        print(f"{_TABLE.row(*about)} {word}: {row.get('skipped') or row['error']}", flush=True)
-        return
-    times = "/".join(f"{ms:.1f}" for ms in row["predicted_ms"].values())
-    lines = [("none", row, times, "same" if row["deterministic"] else "vary")]
-    for plan in row["plans"]:
-        budget = f"{plan['budget_bytes'] / MIB:.2f}"
-        lines.append((budget, plan, f"{plan['predicted_ms']:.1f}", str(plan["bit_equal"])))
-    for budget, r, ms, equal in lines:
-        predicted, measured = r["predicted_peak_bytes"], r["measured_peak_bytes"]
-        says = [
-            r[who]["steps"]["max_memory_reserved"]
-            for who in ("predicted_allocator", "allocator")
-            if r.get(who)
-        ]
-        reserved = "/".join(f"{n / MIB:.0f}" for n in says)
-        peaks = predicted / MIB, measured / MIB, predicted / measured - 1
-        print(_TABLE.row(*about, budget, *peaks, reserved, ms, r["measured_ms"], equal), flush=True)
-
-
 def _cells(row: Row) -> Iterator[tuple[str, ...]]:
     """Yield the cells of each step of a model, without a plan and with one."""
     steps = [("none", row, row["predicted_ms"]["datasheet"])]
     steps += [(f"{p['budget_bytes'] / MIB:,.0f} MiB", p, p["predicted_ms"]) for p in row["plans"]]
     for budget, r, ms in steps:
-        predicted, measured = r["predicted_peak_bytes"], r["measured_peak_bytes"]
+        measured = r["measured_peak_bytes"]
         ours, theirs = (
             r[who]["steps"]["max_memory_allocated"] for who in ("predicted_allocator", "allocator")
         )
         yield (
-            f"`{row['model']}`", budget, f"{predicted / MIB:,.2f}", f"{measured / MIB:,.2f}",
-            f"{predicted / measured - 1:+.3%}", f"{ours / theirs - 1:+.2%}", f"{ms:.1f}", f"{r['measured_ms']:.1f}",
+            f"`{row['model']}`", budget, f"{measured / MIB:,.2f}",
+            f"{r['predicted_peak_bytes'] / measured - 1:+.3%}", f"{ours / theirs - 1:+.2%}",
+            f"{ms:.1f}", f"{r['measured_ms']:.1f}",
         )  # fmt: skip
 
 
 def table(rows: list[Row]) -> str:
     """Write the table of the page."""
-    heads = "model | plan | predicted MiB | measured MiB | error | allocated | predicted ms | measured ms"
+    heads = "model | plan | measured MiB | error | allocated | predicted ms | measured ms"
     return markdown_table(heads, (cells for row in rows if "plans" in row for cells in _cells(row)))
 
 
 TABLE = PageTable("gpu", "gpu.md", table)
-
-
-def _print_attention(data: Row) -> None:
-    print(f"attention kernels, torch {'.'.join(map(str, torch_version()))}")
-    for row in data["attention"]:
-        verdict = {True: "", False: "  DIFFERS", None: ""}[row["agree"]]
-        print(f"{row['case']:>28}: torch {row['torch']}, ours {row['ours']}{verdict}")
 
 
 if __name__ == "__main__":

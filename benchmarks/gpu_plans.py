@@ -33,8 +33,7 @@ import sacplan
 from benchmarks import gpu
 from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.plans import as_budget, budget_at
-from benchmarks.harness.results import MIB, RESULTS, Row, read_results, write_results
-from benchmarks.harness.table import Table
+from benchmarks.harness.results import RESULTS, Row, read_results, write_results
 from benchmarks.models import cases, gpu_models
 from benchmarks.models.cases import Case
 from sacplan.device.devices import resolve_device
@@ -49,15 +48,10 @@ OFFLOADED = ("llama", "gpt2", "vit")
 SHARES = {"60%": 0.6, "20%": 0.2}
 CHOICES = (("recompute",), ("offload",), ("recompute", "offload"))
 
-_TABLE = Table(
-    ("case", ">36"), ("budget", ">10.1f"), ("predicted", ">10.1f"), ("measured", ">10.1f"), ("error", ">+8.3%"),
-    ("holds", ">6"), ("predicted ms", ">12.1f"), ("ms", ">8.1f"), ("bits", ">6"),
-)  # fmt: skip
-
 
 def _case(name: str) -> tuple[Case, gpu.Memory]:
-    own = gpu.memory_before("cuda")
-    model, batch, loss_fn = gpu_models.build(name, "gpu", "cuda", torch.bfloat16, False)
+    own = gpu.memory_before()
+    model, batch, loss_fn = gpu_models.build(name, "cuda", torch.bfloat16, False)
     return Case(model, batch, loss_fn, torch.optim.AdamW), own
 
 
@@ -123,10 +117,7 @@ def bits(name: str) -> Iterator[Row]:
 def _llama_3_8b(device: str) -> Case:
     transformers: Any = importlib.import_module("transformers")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0, use_cache=False,
-    )  # fmt: skip
+    config = cases.published_config("meta-llama/Meta-Llama-3-8B", rope_theta=500000.0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -140,7 +131,7 @@ def _llama_3_8b(device: str) -> Case:
 
 def limit(name: str) -> Iterator[Row]:
     """Yield the row of Llama-3-8B, whose plan is for all that the card has."""
-    own = gpu.memory_before("cuda")
+    own = gpu.memory_before()
     case = _llama_3_8b("cuda")
     profile = case.profile("cuda")
     plan = sacplan.plan(profile)
@@ -220,18 +211,6 @@ def _rows(case: tuple[str, str]) -> Iterator[Row]:
         }
 
 
-def _line(row: Row) -> str:
-    if "error" in row:
-        return f"{row['case']}: {row['error']}"
-    if "deterministic" in row:
-        return f"{row['case']}: deterministic {row['deterministic']}, with a plan the same bits {row['bits']}"
-    predicted, measured, budget = row["predicted_peak_bytes"], row["measured_peak_bytes"], row["budget_bytes"]
-    return _TABLE.row(
-        row["case"], (budget or 0) / MIB, predicted / MIB, measured / MIB, predicted / measured - 1,
-        str(row.get("within_budget", "-")), row["predicted_ms"], row["measured_ms"], str(row.get("bits", "-")),
-    )  # fmt: skip
-
-
 def main() -> None:
     parser = Parser(__doc__)
     parser.choice("--parts", PARTS)
@@ -251,7 +230,6 @@ def main() -> None:
         "host_link": _host_link(),
     }
     print(about)
-    print(_TABLE.head, flush=True)
     chosen = [
         (part, name)
         for part in arguments.parts
@@ -259,9 +237,7 @@ def main() -> None:
         if arguments.names is None or name in arguments.names
     ]
     device = resolve_device("cuda").name.replace(" ", "-")
-    run_cases(
-        chosen, _rows, _line, arguments.json or RESULTS / f"gpu_plans_{device}.json", key="case", **about
-    )
+    run_cases(chosen, _rows, arguments.json or RESULTS / f"gpu_plans_{device}.json", key="case", **about)
 
 
 if __name__ == "__main__":

@@ -18,18 +18,12 @@ import torch
 import sacplan
 from benchmarks.harness.command import Parser
 from benchmarks.harness.plans import as_budget
-from benchmarks.harness.results import ROOT, Row, write_results
-from benchmarks.harness.table import Table
+from benchmarks.harness.results import ROOT, Row, as_text, write_results
 from benchmarks.models import gpu_models
 
 DATA = ROOT / "benchmarks" / "data" / "h100_steps.csv"
 CHANGED = ("transformers/t5",)
 """Models whose configuration in transformers is another one than when they were measured."""
-
-
-_TABLE = Table(
-    ("model", "<18"), ("kind", "8"), ("plan", "5"), ("measured", "8.1f"), ("ms", "8.1f"), ("", "+7.1%")
-)
 
 
 def profiled(name: str, kind: str) -> sacplan.Profile:
@@ -39,7 +33,7 @@ def profiled(name: str, kind: str) -> sacplan.Profile:
 
         built = hf_models.build(name.split("/")[1], dtype=torch.bfloat16)
     else:
-        built = gpu_models.build(name, "gpu", "meta", torch.bfloat16, kind == "autocast")
+        built = gpu_models.build(name, "meta", torch.bfloat16, kind == "autocast")
     return sacplan.profile(*built, torch.optim.AdamW, device="h100")
 
 
@@ -59,7 +53,6 @@ def in_words(rows: list[Row]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Predict the steps, and print the errors."""
     options = Parser(__doc__, "gpu_times_h100.json").begin(arguments, silence=True)
-    print(_TABLE.head)
     steps: dict[tuple[str, str], dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     with DATA.open(encoding="utf-8") as lines:
         for line in csv.DictReader(lines):
@@ -72,10 +65,9 @@ def main(arguments: list[str] | None = None) -> None:
             measured = statistics.median(float(line["measured_ms"]) for line in ran)
             budget = ran[0]["budget_bytes"]
             ms = sacplan.plan(profile, as_budget(int(budget))).planned_ms if plan else profile.step_ms
-            rows.append(
-                {"model": name, "kind": kind, "plan": plan, "measured_ms": measured, "predicted_ms": ms}
-            )
-            print(_TABLE.row(name, kind, plan, measured, ms, ms / measured - 1), flush=True)
+            about = {"model": name, "kind": kind, "plan": plan}
+            rows.append(about | {"measured_ms": measured, "predicted_ms": ms})
+            print(as_text(rows[-1]), flush=True)
     write_results(options.json, rows, row_a_line=True)
     print(in_words(rows))
 

@@ -36,7 +36,7 @@ from transformers.models.auto import configuration_auto
 
 import sacplan
 from benchmarks.harness.processes import Limits
-from benchmarks.harness.results import GIB, Row, describe
+from benchmarks.harness.results import GIB, ROOT, Row, describe
 from benchmarks.harness.sweep import Sweep
 from benchmarks.harness.table import csv_text, markdown_table
 from benchmarks.models import small_configs
@@ -265,33 +265,7 @@ def _option(o: Outcome) -> str:
     return o.options
 
 
-_WHY = (
-    (r"requires the (\S+) library", r"needs the library \1, which was not installed"),
-    (
-        r"DataDependentError",
-        "a size depends on the values of its input, which a step without data does not have",
-    ),
-    (
-        r"none of the arguments of its forward|no batch could be made",
-        "sacplan has no rule that makes its input",
-    ),
-    (r"Training is not implemented", "the library does not train it"),
-    (
-        r"missing \d+ required positional|All labels must be",
-        "sacplan has no rule that makes one of its inputs",
-    ),
-    (r"^not done after|^the process|exit code", "it took too long, or too much memory, for this table"),
-    (
-        r"NoneType|has no attribute|needs to be specified|KeyError|'bool' object|validation|cannot be read|not set",
-        "its default configuration leaves out or contradicts what the model needs",
-    ),
-    (
-        r"must match|same reduction dim|invalid for input|do not match|to have \d+ channels|expects? |expected |unpack"
-        r"|doesn't match|cat expects|is different than|Multiple valid|multiple of|multiply to|placeholder|batch_size"
-        r"|both input_ids|are wrong|should not be zero|negative dimension",
-        "parts of its default configuration do not agree in size, or sacplan has no rule for the layout of its input",
-    ),
-)
+_WHY = json.loads((ROOT / "benchmarks" / "data" / "hf_target_errors.json").read_text(encoding="utf-8"))
 """What errors say of a model type, and the same in words. The first that matches counts."""
 
 
@@ -308,11 +282,8 @@ SWEEP = Sweep("hf_targets", Outcome, outcome_of, lost, summary, _LIMITS, block, 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the sweep, and write the file after each model type."""
-    parser, arguments = SWEEP.parse(__doc__, argv)
     known = model_types()
-    unknown = sorted(set(arguments.names) - set(known))
-    if unknown:
-        parser.error(f"no model type of transformers {transformers.__version__}: {', '.join(unknown)}")
+    _, arguments = SWEEP.parse(__doc__, argv, known)
     SWEEP.run(arguments, arguments.names or known, model_types=len(known), parts=parts())
 
 

@@ -7,26 +7,22 @@ words), sequences of 8,192 tokens, bfloat16, fused AdamW, on the meta device; ev
 is 16 sequences, 131,072 tokens; one device also gets one at a time, of which 16 make a step (accumulated). The budget
 of a rank is the memory of an H100 less a headroom of 15 %.
 
-A row is a way to run the step: the mesh, how the step is spread, what runs it, peak per rank without and with a plan,
+A row is a way to run the step: the mesh, how the step is spread, peak per rank without and with a plan,
 ms of a step, of recomputation and of exposed communication, and samples per second: those of ``sacplan.layouts``.
-Seconds are of the profile, of all plans of ``layouts`` together, and of a plan on the best mesh; those of the
-processor tell how long it takes when nothing else runs.
+Processor seconds are of all plans of ``layouts`` together.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
-import torch
+from collections.abc import Iterator, Sequence
 
 import sacplan
 from benchmarks.harness.command import Parser
-from benchmarks.harness.results import GIB, Row, write_results
+from benchmarks.harness.results import GIB, Row, as_text, write_results
 from benchmarks.harness.table import markdown_table
-from benchmarks.models.cases import empty_text, fused_adamw, llama_3_8b
+from benchmarks.models.cases import empty_text, fused_adamw, published
 from sacplan.planning.limits import DEFAULT_HEADROOM
 
 DEVICE = "h100"
@@ -34,16 +30,7 @@ LENGTH = 8192
 STEP = 16
 """Sequences."""
 
-SHAPES: dict[str, dict[str, int]] = {
-    "8b": {},
-    "70b": {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
-}
-"""What differs from Llama-3-8B's shape."""
+SHAPES = {"8b": "meta-llama/Meta-Llama-3-8B", "70b": "meta-llama/Meta-Llama-3-70B"}
 
 RUNS: dict[str, tuple[str, int, tuple[int, ...]]] = {
     "8b-1": ("8b", 1, (STEP, 1)),
@@ -55,44 +42,24 @@ RUNS: dict[str, tuple[str, int, tuple[int, ...]]] = {
 }
 """Shape, devices, and numbers of sequences in a step of all ranks together."""
 
-HEADS = "mesh | spread as | run by | peak, no plan | with a plan | step | of it recomputed | of it waiting | tokens/s"
-
-
-def model_of(shape: str) -> torch.nn.Module:
-    """Build the model, on the meta device."""
-    return llama_3_8b(**SHAPES[shape], max_position_embeddings=LENGTH, use_cache=False).train()
+HEADS = "mesh | spread as | peak, no plan | with a plan | step | of it recomputed | of it waiting | tokens/s"
 
 
 def profiled(shape: str, sequences: int) -> sacplan.Profile:
     """Profile the step of the whole model on one device."""
     batch = empty_text(sequences, LENGTH)
-    return sacplan.profile(model_of(shape), batch, optimizer=fused_adamw, device=DEVICE)
-
-
-def timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """Call a function; return its result, and the seconds by the clock and of the processor."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    found = work()
-    return found, {"wall": time.perf_counter() - wall, "processor": time.process_time() - cpu}
+    return sacplan.profile(published(SHAPES[shape]), batch, optimizer=fused_adamw, device=DEVICE)
 
 
 def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
     """Return a run: all ways to spread a step over a number of devices."""
-    profile, tracing = timed(lambda: profiled(shape, sequences))
-    found, planning = timed(
-        lambda: sacplan.layouts(profile, devices=devices, headroom=DEFAULT_HEADROOM, search=search)
-    )
-    best, one_mesh = None, {}
-    if found.rows[0].fits and devices > 1:
-        best = dict(found.rows[0].mesh)
-        fresh = profiled(shape, sequences)  # one that has worked out nothing yet
-        budget = f"{found.budget_bytes}B"
-        _, one_mesh = timed(lambda: sacplan.plan(fresh, budget, mesh=best))
+    profile, began = profiled(shape, sequences), time.process_time()
+    found = sacplan.layouts(profile, devices=devices, headroom=DEFAULT_HEADROOM, search=search)
+    seconds = time.process_time() - began
     rows = [
         {
             "mesh": row.mesh,
             "name": row.name,
-            "run_by": run_by(row.name),
             "fits": row.fits,
             "unplanned_peak_bytes": row.unplanned_peak_bytes,
             "peak_bytes": row.peak_bytes,
@@ -103,7 +70,6 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
         }
         for row in found.rows
     ]
-    seconds = {"profile": tracing, "layouts": planning, "plan_on_best_mesh": one_mesh}
     return {
         "shape": shape,
         "devices": devices,
@@ -112,23 +78,10 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
         "budget_bytes": found.budget_bytes,
         "one_device_peak_bytes": profile.peak_bytes,
         "ops": len(profile.recorded.ops),
-        "seconds": seconds,
-        "best_mesh": best,
+        "processor_seconds": seconds,
         "refused": list(found.refused),
         "rows": sorted(rows, key=_order),
     }
-
-
-def run_by(name: str) -> str:
-    """Return the part of PyTorch that runs a step which is spread so."""
-    words = {
-        "fsdp": "FSDP2",
-        "ddp": "DDP",
-        "megatron": "DTensor",
-        "search": "FSDP2, DTensor",
-        "one device": "",
-    }
-    return ", ".join(words[word] for word in name.split(" + ")).removesuffix(", ")
 
 
 def _order(row: Row) -> tuple[bool, float]:
@@ -146,20 +99,16 @@ def mesh_text(row: Row) -> str:
 def cells_of(row: Row, length: int) -> list[str]:
     """Write the cells of a row."""
     peaks = [f"{row[key] / GIB:.1f} GiB" for key in ("unplanned_peak_bytes", "peak_bytes")]
-    way = [mesh_text(row), row["name"], row["run_by"]]
+    way = [mesh_text(row), row["name"]]
     if not row["fits"]:
         return [*way, peaks[0], f"does not fit (at least {peaks[1]})", "", "", "", ""]
     times = [f"{row[key]:,.0f} ms" for key in ("step_ms", "recompute_ms", "collective_ms")]
     return [*way, *peaks, *times, f"{row['samples_per_s'] * length:,.0f}"]
 
 
-def table(run: Row, most: int | None = None) -> str:
+def table(run: Row) -> str:
     """Write a run as a table in Markdown: what fits, the fastest first, then the ways that do not."""
-    return markdown_table(HEADS, (cells_of(row, run["length"]) for row in run["rows"][:most]))
-
-
-_SHORT = 9
-"""Rows of a table in the docs."""
+    return markdown_table(HEADS, (cells_of(row, run["length"]) for row in run["rows"]))
 
 
 def markdown(runs: Sequence[Row], shape: str = "8b") -> str:
@@ -170,11 +119,7 @@ def markdown(runs: Sequence[Row], shape: str = "8b") -> str:
             continue
         gpus = f"{run['devices']} GPU{'s' if run['devices'] > 1 else ''}"
         sequences = f"{run['sequences']} sequence{'s' if run['sequences'] > 1 else ''}"
-        found += ["", f"**{gpus}, {sequences} a step**", "", table(run, _SHORT)]
-        left = len(run["rows"]) - _SHORT
-        if left > 0:
-            fit = sum(row["fits"] for row in run["rows"][_SHORT:])
-            found += ["", f"{left} more ways are slower or do not fit; {fit} of them fit."]
+        found += ["", f"**{gpus}, {sequences} a step**", "", table(run)]
         if run["refused"]:
             found += ["", "Not possible: " + " ".join(refusals(run))]
     return "\n".join(found).strip()
@@ -188,19 +133,6 @@ def refusals(run: Row) -> Iterator[str]:
         yield f"{mesh[1]}: {reason[1].strip()}." if mesh and reason else text
 
 
-def _line(run: Row) -> str:
-    seconds = ", ".join(
-        f"{name} {each['wall']:.1f} s ({each['processor']:.1f} s of the processor)"
-        for name, each in run["seconds"].items()
-        if each
-    )
-    head = (
-        f"\n{run['shape']} on {run['devices']} x {DEVICE}, {run['sequences']} sequences: one device would take "
-        f"{run['one_device_peak_bytes'] / GIB:.0f} GiB; {run['ops']} ops; {seconds}"
-    )
-    return "\n".join([head, table(run), *refusals(run)])
-
-
 def main() -> None:
     parser = Parser(__doc__, "layouts.json")
     parser.choice("--runs", RUNS)
@@ -211,7 +143,7 @@ def main() -> None:
         shape, devices, sequences = RUNS[name]
         for each in sequences:
             runs.append(looked(shape, devices, each, search=arguments.search))
-            print(_line(runs[-1]), flush=True)
+            print(f"\n{as_text(runs[-1])}\n{table(runs[-1])}", *refusals(runs[-1]), sep="\n", flush=True)
             write_results(arguments.json, runs, device=DEVICE, search=arguments.search)
 
 

@@ -41,17 +41,12 @@ _TIE_MS = 1e-6
 
 
 def _built(name: str) -> Case:
-    return Case(*gpu_models.build(name, "gpu", "meta", torch.bfloat16, autocast=False))
-
-
-def llama_3_8b() -> Case:
-    """Build eight layers of Llama-3-8B's shape, with 8,192 tokens."""
-    return chunk_models.llama_3_8b(8192, layers=8)
+    return Case(*gpu_models.build(name, "meta", torch.bfloat16, autocast=False))
 
 
 MODELS: dict[str, Callable[[], Case]] = {
     **{name: lambda name=name: _built(name) for name in gpu_models.MODELS},  # type: ignore[misc]
-    "llama-3-8b": llama_3_8b,
+    "llama-3-8b": lambda: chunk_models.OFFLOADED["llama-3-8b"](8192, num_hidden_layers=8),
 }
 
 
@@ -119,22 +114,6 @@ def rows_of(name: str, device: str) -> Iterator[Row]:
     }
 
 
-def _line(row: Row) -> str:
-    smallest = ", ".join(f"{choice} {n / GIB:.2f}" for choice, n in row["smallest_peak_bytes"].items())
-    lines = [
-        f"{row['model']} on {row['device']}: {row['plain_peak_bytes'] / GIB:.2f} GiB, {row['plain_step_ms']:.1f} ms; "
-        f"smallest: {smallest}; planned and simulated times at most {row['apart']:.2%} apart"
-    ]
-    for budget, found in row["budgets"].items():
-        costs = [
-            f"{choice} {'+' + format(found[choice]['longer_ms'], '.2f') if found[choice]['held'] else 'over':>8}"
-            for choice in CHOICES
-        ]
-        lines.append(f"  {budget:>8} {found['budget_bytes'] / GIB:7.2f} GiB  {'  '.join(costs)}")
-        lines += [f"           {sentence}" for sentence in found["worse"]]
-    return "\n".join(lines)
-
-
 def _cells(row: Row) -> Iterator[str]:
     """Yield the cells of a model: for its three budgets, by how many ms the step becomes longer."""
     of = list(row["budgets"].values())
@@ -160,9 +139,7 @@ def main() -> None:
     parser.choice("--models", MODELS)
     parser.add_argument("--device", default="h100")
     arguments = parser.begin(silence=True)
-    run_cases(
-        arguments.models, lambda name: rows_of(name, arguments.device), _line, arguments.json, key="model"
-    )
+    run_cases(arguments.models, lambda name: rows_of(name, arguments.device), arguments.json, key="model")
 
 
 if __name__ == "__main__":

@@ -157,15 +157,6 @@ def measured(name: str, step: str) -> Row:
     return row | longest(asked, within)
 
 
-def _line(row: Row) -> str:
-    on_host = row["host_bytes"] + row["optimizer_host_bytes"]
-    return (
-        f"{row['row']}: {row['tokens']} tokens, {row['peak_bytes'] / GIB:.2f} of {row['budget_bytes'] / GIB:.2f} GiB, "
-        f"{on_host / GIB:.1f} of {row['host_budget_bytes'] / GIB:.0f} on the host, {row['share']:+.1%}, "
-        f"planned in {row['planning_s']:.0f} s"
-    )
-
-
 def _cells(row: Row) -> tuple[str, ...]:
     what = {"short": ", smallest peak", "long": "", "longest": ", the longest"}[row["step"]]
     return (
@@ -201,7 +192,7 @@ def main() -> None:
     parser.choice("--steps", STEPS)
     arguments = parser.begin(silence=True)
     asked = itertools.product(arguments.cases, arguments.steps)
-    run_cases(asked, lambda one: [measured(*one)], _line, arguments.json, key="row")
+    run_cases(asked, lambda one: [measured(*one)], arguments.json, key="row")
 
 
 if __name__ == "__main__":

@@ -129,7 +129,6 @@ _REASONS: dict[str, str] = {
     "isin": _VALUES, "unique": _VALUES, "unique_consecutive": _VALUES, "nn.functional.one_hot": _VALUES,
     "nn.functional.unfold": "its backward kernel returns a storage larger than the tensor; the fake one does not",
     "linalg.matrix_rank": "made of other ops, and takes another way under a dispatch mode; in a unit with a plan, too",
-    "sgn": "autograd's zero tensors have no memory in a real step",
     "t_copy": "copies of transposed matrices go through a block of 14 KB, which is not counted",
 }  # fmt: skip
 """Why predictions differ, by op; found by comparing the allocator's events with the recorded ops."""

@@ -11,7 +11,6 @@ constant; that takes time off it, not on. It is stopped at the limit.
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -22,13 +21,10 @@ from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.plans import timed
 from benchmarks.harness.processes import Limits, in_workers
 from benchmarks.harness.results import Row
-from benchmarks.harness.table import Table
 from benchmarks.models import cases
 from examples.transformer import Transformer
 
 BUDGET = 0.6
-_STAGES = ("step", "trace", "fit", "solve", "replay", "all", "MiB")
-_TABLE = Table(("layers", ">6"), ("who", ">10"), *((stage, ">7.2f") for stage in _STAGES))
 
 
 def main() -> None:
@@ -43,21 +39,12 @@ def main() -> None:
         (found,) = in_workers([str(layers)], RUNS[who], _stopped, jobs=1, limits=Limits(seconds=limit))
         return [{"layers": layers, "who": who} | found]
 
-    def line(row: Row) -> str:
-        cells = _TABLE.row(row["layers"], row["who"], *(row.get(stage) for stage in _STAGES))
-        return f"{cells}  {row['result']}"
-
-    print(f"{_TABLE.head}  result")
-    run_cases([(who, n) for n in arguments.layers for who in RUNS], rows_of, line, arguments.json)
+    run_cases([(who, n) for n in arguments.layers for who in RUNS], rows_of, arguments.json)
 
 
 def _stopped(layers: str, reason: str, seconds: float) -> Row:
     """Return the result of a planner whose process did not end well."""
     return {"result": reason.replace("not done", "stopped")}
-
-
-def _peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 # --- planners ---------------------------------------------------------------------------------------------
@@ -84,7 +71,6 @@ def _stages(case: cases.Case) -> Row:
     bound = plan.lower_bound_ms / plan.step_ms
     return {
         "trace": trace, "fit": fit, "solve": solve, "replay": replay_one, "all": trace + fit + solve,
-        "MiB": _peak_mib(),
         "result": f"{share:.3f} of the peak, recompute {recompute:.2%} of the step (bound {bound:.2%})",
     }  # fmt: skip
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.published
     python -m benchmarks.published --only mingpt-nano pt-74443-pow2
+    python -m benchmarks.published --classes     # only the committed times by class, beside what was asked for
 
 The published figures are in ``benchmarks/data/peaks.jsonl`` and ``steps.jsonl``, the steps that they are of in
 ``benchmarks/models/published_steps.py``. Steps of timm and torchvision need these packages, which are no
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,14 +23,15 @@ from typing import Any
 
 from benchmarks.harness.command import Parser
 from benchmarks.harness.played import RunFigures, allocator_figures
-from benchmarks.harness.results import GIB, MIB, RESULTS, ROOT, Row, read_results, write_results
-from benchmarks.harness.table import Table, csv_text, markdown_table
+from benchmarks.harness.results import GIB, MIB, RESULTS, ROOT, Row, as_text, read_results, write_results
+from benchmarks.harness.table import csv_text, markdown_table
 from benchmarks.models.published_step import COMPILE, Point, Step
 from benchmarks.models.published_steps import STEPS
 from benchmarks.models.published_times import timed_rows
-from benchmarks.published_ops import SHORTEST_MS
+from benchmarks.published_ops import is_counted
+from sacplan.core.files import table_of
 from sacplan.core.program import Event, Phase, Program
-from sacplan.device.devices import DeviceSpec
+from sacplan.device.devices import DeviceSpec, resolve_device
 from sacplan.device.eager import FORWARD_US, WITHOUT_AUTOGRAD, eager_ms
 from sacplan.device.host_step import copy_ms
 from sacplan.techniques.offload import timing
@@ -38,6 +41,7 @@ DATA = ROOT / "benchmarks" / "data" / "peaks.jsonl"
 PAGE = ROOT / "docs" / "measured.md"
 CSV = ROOT / "docs" / "data" / "measured.csv"
 OPS = RESULTS / "published_ops.json"
+CLASSES = ROOT / "benchmarks" / "data" / "classes.csv"
 ASKED_MS = 1e-3 * WITHOUT_AUTOGRAD * FORWARD_US
 """For a value that the loop asks for: the op that makes it, called from Python without autograd."""
 
@@ -66,11 +70,16 @@ def published_rows() -> dict[str, dict[str, Any]]:
 def rows_of(name: str, published: Mapping[str, Any]) -> list[Row]:
     """Return a row for each figure of a step, or one that says why there is none."""
     step = STEPS[name]
-    about: Row = {"id": name, "kind": step.kind, "unknown": step.unknown, "missing": step.missing}
-    about["other_card"] = step.other_card
+    about: Row = {
+        "id": name,
+        "kind": step.kind,
+        "unknown": published.get("unknown", ""),
+        "missing": step.missing,
+    }
+    about["other_card"] = published.get("other_card", "")
     profile, plan = step.recorded()
     program = profile.program if plan is None else profile.with_plan(plan)
-    step_ms = eager_ms(program) + step.asks * ASKED_MS
+    step_ms = eager_ms(program, checkpointed=True) + step.asks * ASKED_MS
     step_ms += _hidden_copies_ms(program, profile.spec) if step.one_stream else 0.0
     played: dict[Any, RunFigures] = {}
     rows = []
@@ -121,7 +130,7 @@ def _time(step: Step, program: Program, spec: DeviceSpec, published: Mapping[str
     measured = published["figure"] if in_ms else 1e3 * step.samples / published["figure"]
     ran = [program.ops[arg] for code, arg in program.events if code == Event.OP]
     spared_ms = (step.accumulation - 1) * sum(op.time_ms for op in ran if op.phase == Phase.OPTIMIZER)
-    ms = eager_ms(program, waited=step.pageable_bytes > 0)
+    ms = eager_ms(program, waited=step.pageable_bytes > 0, checkpointed=True)
     outside_ms = copy_ms(step.pageable_bytes, True, spec) + step.asks * ASKED_MS
     predicted = step.accumulation * ms + outside_ms - spared_ms
     return {
@@ -145,61 +154,101 @@ def _rate(step: Step, published: Mapping[str, Any]) -> float | None:
 
 # --- the page ---------------------------------------------------------------------------------------------
 
-_HEAD = """# Predicted beside measured
-
-What sacplan predicts, beside what others have measured on GPUs. (What its authors have measured is on
-[another page](gpu.md).) [`measured.csv`](data/measured.csv) has each figure, its source, and what had to be assumed;
-published figures that are not compared are there, too, with the reason. `benchmarks/data/peaks.jsonl` says how to get
-the same step again.
-
-Each step is recorded as a fake step for its GPU, with the project's own rule for checkpointing, and played on a
-simulation of PyTorch's caching allocator from the start of a run until nothing changes.
-
-<!-- made by python -m benchmarks.published -->
-"""
-
-_PEAKS = """Medians and 90th percentiles of the errors, and the worst figure. Of the *known* steps, model, batch, types,
-optimizer and the loop around them are published, or follow from published code; of the others, a part is assumed.
-Steps that ran with `torch.compile` are recorded so, without kernels, unless the file says that it is left out."""
-
-_TIMES = """Rates of steps, and times that others have published (`benchmarks/data/steps.jsonl`,
-`benchmarks/results/published.json`). Where the CPU issues kernels more slowly than the GPU runs them, the GPU waits: 55
-us are taken for an op of a forward pass and 10 for others, fitted to the small steps here and [our own](gpu.md).
-Torchvision's small steps are timed from one wait for the GPU to the next, and copy their images in between. The H100
-with 96 GB draws at most 500 W; its rate of matrix products is fitted to `titan822-default`. MPT ran attention in
-Triton, for which the rates of FlashAttention-2's paper are taken. prime-rl's layers are compiled, and recorded so. Its
-trainer of reinforcement learning asked the GPU for a value at each token, which takes 16.5 us as an op without autograd
-does. Besides, its steps on an H100 with short sequences take 0.2 to 0.3 s longer, which we cannot explain."""
-
-_LEFT_OUT = {False: "", True: ", compiled, predicted without"}
+_RATE = {False: "rate", True: "without"}
 _KINDS = {"known": "eager, known", "assumed": "eager, something assumed", "compiled": "compiled"}
 
 
-def page(rows: Sequence[Row], ops: Sequence[Row] = ()) -> str:
-    """Write the page: a line for each kind of figure."""
+def blocks(rows: Sequence[Row], ops: Sequence[Row]) -> dict[str, str]:
+    """Return the parts of the page that are made of the figures: a line for each kind of figure."""
     peaks = [
         (f"{_KINDS[kind]}: {_short(row)} bytes", row["error"], row["id"])
         for kind in _KINDS
         for row in rows
         if row["kind"] == kind and "error" in row
     ]
-    rates = [
-        (f"tokens and images per second{_LEFT_OUT[row['missing'] == COMPILE]}", _rate_error(row), row["id"])
-        for row in rows
-        if "published_per_s" in row
-    ]
-    times = sorted((row["group"], row["time_error"], row["id"]) for row in rows if "time_error" in row)
-    lines = [_HEAD, *_summary(rows), "", "## Peaks", "", _PEAKS, "", errors_table(peaks)]
-    lines += ["", "## Rates and times", "", _TIMES, "", errors_table([*rates, *times])]
-    if ops:
-        lines += ["", "## Single ops", "", *_ops(ops)]
-    return "\n".join(lines) + "\n"
+    return {
+        "summary": _summary(rows),
+        "peaks": errors_table(peaks),
+        "rates and times": classes_table(rows, ops),
+        "single ops": _ops_summary(ops),
+        "margin": margins_table(rows),
+    }
+
+
+def write_page(rows: Sequence[Row], ops: Sequence[Row]) -> None:
+    """Put the parts on the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, block in blocks(rows, ops).items():
+        before, begin, rest = text.partition(f"<!-- made by python -m benchmarks.published: {name} -->\n")
+        text = f"{before}{begin}\n{block}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    PAGE.write_text(text, encoding="utf-8")
 
 
 def percentile(errors: Sequence[float], share: float) -> float:
     """Return the error that a share of all stay within, without their signs."""
     ordered = sorted(map(abs, errors))
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def classes_table(rows: Sequence[Row], ops: Sequence[Row]) -> str:
+    """Return the errors of times by class: before, as asked, and now (``benchmarks/data/classes.csv``)."""
+    errors = [(f"{row['group']} {row['id']}", row["time_error"]) for row in rows if "time_error" in row]
+    rated = (row for row in rows if "published_per_s" in row)
+    errors += [(f"{_RATE[row['missing'] == COMPILE]} {row['id']}", _rate_error(row)) for row in rated]
+    errors += [(f"op {row['op']} {row['gpu']}", row["error"]) for row in ops if is_counted(row)]
+    lines = []
+    for each in table_of(CLASSES):
+        found = [(error, name) for name, error in errors if re.search(each["rows"], name)]
+        asked = [each[f"asked_{what}"] or "-" for what in ("median", "p90", "worst")]
+        line = [each["class"], str(len(found)), each["before"] or "-"]
+        line.append("-" if set(asked) == {"-"} else " / ".join(asked))
+        if not found:
+            lines.append((*line, "no given point", "", ""))
+            continue
+        of_class = [error for error, _ in found]
+        worst, of = max(found, key=lambda each: abs(each[0]))
+        now = [percentile(of_class, 0.5), percentile(of_class, 0.9), abs(worst)]
+        missed = [
+            f"{100 * is_:.2f} for {at_most}"
+            for is_, at_most in zip(now, asked, strict=True)
+            if at_most != "-" and 100 * is_ > float(at_most)
+        ]
+        said = f"{100 * now[0]:.1f} / {100 * now[1]:.1f} / {100 * worst:+.1f}"
+        met = "" if line[-1] == "-" else (", ".join(missed) and f"no: {', '.join(missed)}") or "yes"
+        lines.append((*line, said, f"`{of.split()[-2 if of.startswith('op') else -1]}`", met))
+    return markdown_table("class | points | before | asked | now | worst | met", lines)
+
+
+MARGINS = {"FSDP, torchtitan": "titan", "FSDP and checkpointing": "prime", "the same, with adapters": "-r16"}
+"""Kinds of steps whose allocator is known, by what their ids have; a step is of the last that fits."""
+
+
+def beyond_prediction(rows: Sequence[Row]) -> dict[str, list[tuple[float, str]]]:
+    """Return what was reserved beyond the prediction, as shares of the card's memory, by kind of step.
+
+    Counted are figures of ``max_memory_reserved`` of which the setting of the allocator and the batch are known.
+    """
+    found: dict[str, list[tuple[float, str]]] = {}
+    for row in rows:
+        is_known = not row["unknown"] or row["unknown"].startswith("segments are expandable")
+        if row["kind"] != "assumed" and is_known and row.get("figure", "").startswith("reserved"):
+            kind = [name for name, mark in MARGINS.items() if mark in row["id"]][-1]
+            memory = resolve_device(STEPS[row["id"]].device).memory_bytes
+            share = (row["published_bytes"] - row["predicted_bytes"]) / memory
+            found.setdefault(kind, []).append((share, row["id"]))
+    return found
+
+
+def margins_table(rows: Sequence[Row]) -> str:
+    """Return the table of what was reserved beyond the prediction."""
+    kinds = beyond_prediction(rows)
+    kinds["all"] = [one for found in kinds.values() for one in found]
+    lines = [
+        (kind, str(len(found)), f"{100 * percentile([max(0.0, share) for share, _ in found], 0.95):.2f} %",
+         f"{round(100 * max(found)[0], 2) + 0.0:+.2f} %", f"`{max(found)[1]}`")
+        for kind, found in kinds.items()
+    ]  # fmt: skip
+    return markdown_table("kind of step | points | 95th percentile | most | of", lines)
 
 
 def errors_table(found: Sequence[tuple[str, float, str]]) -> str:
@@ -222,16 +271,14 @@ def _rate_error(row: Row) -> float:
     return float(row["predicted_per_s"] / row["published_per_s"] - 1)
 
 
-def _summary(rows: Sequence[Row]) -> list[str]:
+def _summary(rows: Sequence[Row]) -> str:
     known = [row for row in rows if row["kind"] == "known" and "error" in row]
     said = []
     for name in ("allocated", "reserved"):
         errors = [abs(row["error"]) for row in known if _short(row) == name]
-        if errors:
-            said.append(
-                f"{len(errors)} figures of {name} bytes are predicted to within {_percent(max(errors), signed=False)}"
-            )
-    return [f"Of eager steps whose setting is known, {', and '.join(said)}."] if said else []
+        within = _percent(max(errors), signed=False)
+        said.append(f"{len(errors)} figures of {name} bytes are predicted to within {within}")
+    return f"Of eager steps whose setting is known, {', and '.join(said)}."
 
 
 def csv_table(rows: Sequence[Row]) -> str:
@@ -265,52 +312,15 @@ def csv_table(rows: Sequence[Row]) -> str:
     return csv_text(heads, cells)
 
 
-OFFLOADED = {
-    "optimizer": ("ao-vitg-none", "ao-vitg-offload"),
-    "optimizer and gradients": ("ao-vitg-none", "ao-vitg-offload_gradients"),
-    "inputs of checkpointed layers": ("prime-rl-rl-Qwen3-0.6B-65536", "prime-rl-rl-Qwen3-0.6B-65536-offload"),
-}
-"""What has been offloaded: the ids of the step without and with it."""
-
-
-def offloading_table(rows: Sequence[Row]) -> str:
-    """Return the table of ``docs/offload.md``: what offloading changes, as published and as predicted."""
-    by_id = {row["id"]: row for row in rows}
-    source = published_rows()
-    lines = []
-    for what, (without, with_it) in OFFLOADED.items():
-        before, after = by_id[without], by_id[with_it]
-        peaks = [
-            " -> ".join(_bytes(row[key], source[with_it]["unit"]) for row in (before, after))
-            for key in ("published_bytes", "predicted_bytes")
-        ]
-        slower = [_percent(before[key] / after[key] - 1) for key in ("published_per_s", "predicted_per_s")]
-        lines.append((what, *peaks, _percent(after["error"]), *slower))
-    heads = "on the host | peak, published | predicted | error | time, published | time, predicted"
-    return markdown_table(heads, lines)
-
-
-def _ops(rows: Sequence[Row]) -> list[str]:
-    return [
-        "Measured by the authors of Liger-Kernel, in plain PyTorch (`benchmarks/data/op_benchmarks.csv`). "
-        "`python -m benchmarks.published_ops` compares row by row.",
-        _ops_summary(rows),
-    ]
-
-
 def _ops_summary(rows: Sequence[Row]) -> str:
-    times = sorted(
-        abs(row["error"]) for row in rows if row["metric"] == "speed" and row["published"] > SHORTEST_MS
-    )
     peaks = [row for row in rows if row["metric"] == "memory"]
     apart = [1024 * abs(row["predicted"] - row["published"]) for row in peaks]  # MiB to KiB
     most = max(peaks, key=lambda row: abs(row["predicted"] - row["published"]))
     return (
-        f"Of {len(times)} times over {SHORTEST_MS} ms, half are predicted to within "
-        f"{_percent(times[len(times) // 2], signed=False)}, nine in ten to within "
-        f"{_percent(times[int(0.9 * len(times))], signed=False)}, and all to within "
-        f"{_percent(times[-1], signed=False)}. Of {len(peaks)} peaks, {sum(kib <= 64 for kib in apart)} are predicted "
-        f"to within 64 KiB; the worst is off by {max(apart):.0f} KiB of {most['published']:,.0f} MiB."
+        "Measured by the authors of Liger-Kernel, in plain PyTorch (`benchmarks/data/op_benchmarks.csv`). "
+        "`python -m benchmarks.published_ops` compares row by row. "
+        f"Of {len(peaks)} peaks, {sum(kib <= 64 for kib in apart)} are predicted to within 64 KiB; the worst is off by "
+        f"{max(apart):.0f} KiB of {most['published']:,.0f} MiB. Times are in the table above."
     )
 
 
@@ -343,24 +353,6 @@ def _bytes(nbytes: float, unit: str) -> str:
 
 # --- the command ------------------------------------------------------------------------------------------
 
-TABLE = Table(
-    ("step", "<46"), ("figure", "<20"), ("published GiB", ">13.3f"), ("predicted GiB", ">13.3f"),
-    ("error", "+9.3%"),
-)  # fmt: skip
-
-
-def line(row: Row) -> str:
-    if "time_error" in row:
-        times = (f"{row[key]:.1f} ms" for key in ("published_ms", "predicted_ms"))
-        return TABLE.row(row["id"][:46], "time", *times, row["time_error"])
-    return TABLE.row(
-        f"{row['id']} {row['part']}"[:46],
-        row["figure"],
-        row["published_bytes"] / GIB,
-        row["predicted_bytes"] / GIB,
-        row["error"],
-    )
-
 
 def _in_order(rows: Iterable[Row]) -> list[Row]:
     order = list(STEPS)
@@ -376,7 +368,12 @@ def read_page_rows(path: Path | None = None) -> tuple[list[Row], list[Row]]:
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__, "published.json")
     parser.choice("--only", list(STEPS))
+    parser.add_argument("--classes", action="store_true", help="only print the times of the file by class")
     options = parser.begin(argv)
+    if options.classes:
+        found = read_page_rows(options.json)
+        print(classes_table(*found), margins_table(found[0]), sep="\n\n")
+        return
     warnings.simplefilter(
         "ignore"
     )  # steps that do not fit on their card, and types that it computes in software
@@ -385,15 +382,14 @@ def main(argv: list[str] | None = None) -> None:
     if options.json is not None and options.json.exists():
         rows = [row for row in read_results(options.json)[1] if row["id"] not in options.only]
         rows = [row for row in rows if row["id"] in STEPS]
-    print(TABLE.head)
     for name in options.only:
         found = rows_of(name, published[name])
         for row in found:
-            print(line(row), flush=True)
+            print(as_text(row), flush=True)
         rows = _in_order([*rows, *found])
         write_results(options.json, rows)
     if options.json == RESULTS / "published.json":
-        PAGE.write_text(page(*read_page_rows()), encoding="utf-8")
+        write_page(*read_page_rows())
         CSV.write_text(csv_table(rows), encoding="utf-8")
 
 

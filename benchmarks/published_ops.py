@@ -26,8 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
-from benchmarks.harness.results import MIB, Row, write_results
-from benchmarks.harness.table import Table
+from benchmarks.harness.results import MIB, Row, as_text, write_results
 from benchmarks.models import published_ops
 from benchmarks.models.published_ops import OpCase, PublishedRow
 from sacplan.device.cost import CostModel
@@ -146,9 +145,14 @@ def row_of(row: PublishedRow) -> Row:
     return found
 
 
+def is_counted(row: Row) -> bool:
+    """Whether the summary counts a row: a time over .1 ms."""
+    return bool(row["metric"] == "speed" and row["published"] > SHORTEST_MS)
+
+
 def times_summary(rows: Iterable[Row]) -> Row:
     """Return the errors of times over .1 ms: the median, the 90th percentile and the worst."""
-    errors = sorted(abs(r["error"]) for r in rows if r["metric"] == "speed" and r["published"] > SHORTEST_MS)
+    errors = sorted(abs(r["error"]) for r in rows if is_counted(r))
     if not errors:
         return {"rows": 0}
     return {
@@ -167,41 +171,15 @@ def peaks_summary(rows: Iterable[Row]) -> Row:
     return {"rows": len(off), "within_64_kib": sum(kib <= 64 for kib in off), "worst_kib": max(off)}
 
 
-TABLE = Table(
-    ("op", "<26"), ("mode", "<8"), ("device", "<9"), ("size", "7d"), ("published", ">10.3f"),
-    ("predicted", ">10.3f"), ("", "<3"), ("error", "+8.1%"),
-)  # fmt: skip
-
-
-def line(row: Row) -> str:
-    unit = "ms" if row["metric"] == "speed" else "MiB"
-    return TABLE.row(
-        row["op"],
-        row["mode"],
-        row["gpu"],
-        row["size"],
-        row["published"],
-        row["predicted"],
-        unit,
-        row["error"],
-    )
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(__doc__, "published_ops.json")
     parser.choice("--ops", list(published_ops.CASES))
     parser.choice("--metrics", ["speed", "memory"])
     options = parser.begin(argv, silence=True)
     wanted = [r for r in published_ops.read_rows() if r.op in options.ops and r.metric in options.metrics]
-    print(TABLE.head)
-    rows = run_cases(wanted, lambda row: [row_of(row)], line, None)
+    rows = run_cases(wanted, lambda row: [row_of(row)], None)
     times, peaks = times_summary(rows), peaks_summary(rows)
-    if times["rows"]:
-        print(
-            "times: {rows} over .1 ms, median {median:.1%}, p90 {p90:.1%}, worst {worst:.1%}".format(**times)
-        )
-    if peaks["rows"]:
-        print("peaks: {within_64_kib} of {rows} within 64 KiB, worst {worst_kib:.0f} KiB".format(**peaks))
+    print(f"times over .1 ms: {as_text(times)}; peaks: {as_text(peaks)}")
     write_results(options.json, rows, row_a_line=True, times=times, peaks=peaks)
 
 

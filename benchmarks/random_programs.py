@@ -1,6 +1,6 @@
 """Does any plan change a bit of what a step gives, and is a plan of the planner ever refused? Random programs try it.
 
-    python -m benchmarks.random_programs [--programs N] [--seed N] [--only N] [--offload] [--json FILE]
+    python -m benchmarks.random_programs [--programs N] [--seed N] [--only N] [--offload] [--frozen] [--json FILE]
 
 Each program is a small model of random blocks (``models/random_blocks.py``) and a random way to step it, made from a
 seed. Blocks write in place, into views, through .data and under no_grad, draw random numbers, keep buffers and caches
@@ -22,7 +22,8 @@ with these numbers.
 With ``--offload`` the decisions are others (``harness/mixed_plans.py``), and the file is ``offload_programs.json``:
 random options of recompute and offload; of these and chunk, which are compared with the chunks alone, since slices may
 round otherwise; and copies of random tensors to the host at random places. Where the profile is of a fake step, both
-peaks, of the device and of the host, must be those of a fake step with the plan, to the byte.
+peaks, of the device and of the host, must be those of a fake step with the plan, to the byte. With ``--frozen`` two
+thirds of the parameters are frozen, so that these may wait on the host as well.
 
 A row is a failure; the file also has how many programs and steps were tried, and how many steps were refused.
 """
@@ -120,8 +121,8 @@ class RandomProgram:
         return "\n".join(lines)
 
 
-def make_program(seed: int) -> RandomProgram:
-    """Make the program of a seed."""
+def make_program(seed: int, *, frozen: bool = False) -> RandomProgram:
+    """Make the program of a seed; ``frozen``: two thirds of its parameters are."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     names = list(INSTRUCTIONS)
@@ -140,6 +141,9 @@ def make_program(seed: int) -> RandomProgram:
     differ = [rng.choice([("plain", 2), ("plain", 5), ("extra", BATCH), ("branch", BATCH)]) for _ in range(2)]
     steps = [("plain", BATCH)] * 2 + differ + [("plain", BATCH)] * (STEPS - 4)
     modes, sizes = zip(*steps, strict=True)
+    draw = random.Random(seed)
+    for p in net.blocks.parameters() if frozen else ():
+        p.requires_grad_(draw.random() < 1 / 3)
     return RandomProgram(
         seed, net, modes, sizes, rng.random() < 0.15, rng.choice(["fake", "real", "real"]), train
     )
@@ -241,7 +245,7 @@ class Outcome:
 
     Attributes:
         steps: that were compared.
-        discarded, offloaded: call sites of decisions.
+        discarded, offloaded, weights: call sites of decisions, and parameters that wait on the host.
         predicted: plans whose peaks are those of a fake step.
         skipped: why the program was not tried, if it was not.
         refused: kind of decisions, and of step ("recorded" or "differs"), to how many steps were refused.
@@ -252,6 +256,7 @@ class Outcome:
     steps: int = 0
     discarded: int = 0
     offloaded: int = 0
+    weights: int = 0
     predicted: int = 0
     threaded: int = 0
     skipped: str = ""
@@ -259,15 +264,18 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
 
 
-def run(seed: int, *, kinds: Collection[str] = KINDS, threads: bool | None = None) -> Outcome:
+def run(
+    seed: int, *, kinds: Collection[str] = KINDS, threads: bool | None = None, frozen: bool = False
+) -> Outcome:
     """Make the program of a seed, and try decisions on it.
 
     Args:
         seed: of the program.
         kinds: of decisions.
         threads: whether it also runs on several threads; by default one program in four does.
+        frozen: see ``make_program``.
     """
-    program, outcome = make_program(seed), Outcome(seed)
+    program, outcome = make_program(seed, frozen=frozen), Outcome(seed)
     plain = copy.deepcopy(program.net)
     optimizer = _optimizer(plain)
     expected: list[list[Tensor]] = []
@@ -295,6 +303,7 @@ def run(seed: int, *, kinds: Collection[str] = KINDS, threads: bool | None = Non
             own.append(plan)  # and on several threads
         outcome.discarded += sum(map(len, plan.discarded.values()))
         outcome.offloaded += len(plan.offloaded)
+        outcome.weights += len(plan.offloaded_weights)
         expected, states = plain_steps
         if kind == "with chunks" and plan.chunks:
             expected, states = _steps_with(program, plan_with(profile, plan.chunks), len(expected))
@@ -444,6 +453,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first program")
     parser.add_argument("--only", type=int, help="one program, shown; no figures are written")
     parser.add_argument("--offload", action="store_true", help="decisions that offload")
+    parser.add_argument("--frozen", action="store_true", help="most parameters are frozen")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     kinds = OFFLOADING if arguments.offload else KINDS
@@ -451,7 +461,7 @@ def main() -> None:
         arguments.json = RESULTS / "offload_programs.json"
     if arguments.only is not None:
         print(make_program(arguments.only))
-        print(run(arguments.only, kinds=kinds, threads=True))
+        print(run(arguments.only, kinds=kinds, threads=True, frozen=arguments.frozen))
         return
     print(describe(machine()), flush=True)
     began = time.monotonic()
@@ -463,11 +473,11 @@ def main() -> None:
         write_results(arguments.json, rows, **more)
 
     for seed in range(arguments.seed, arguments.seed + arguments.programs):
-        outcome = run(seed, kinds=kinds)
+        outcome = run(seed, kinds=kinds, frozen=arguments.frozen)
         total.update(
             programs=1, tried=outcome.discarded + outcome.offloaded > 0, steps=outcome.steps,
             threaded_steps=outcome.threaded, discarded_call_sites=outcome.discarded,
-            offloaded_tensors=outcome.offloaded, peaks_predicted=outcome.predicted,
+            offloaded_tensors=outcome.offloaded, offloaded_weights=outcome.weights, peaks_predicted=outcome.predicted,
             failed=bool(outcome.failures),
         )  # fmt: skip
         refused.update(outcome.refused)

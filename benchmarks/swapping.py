@@ -99,22 +99,6 @@ def _all_weights(region: Region, *, ahead: bool) -> Option:
     return (min if ahead else max)(whole, key=lambda option: option.cost)
 
 
-def _line(row: Row) -> str:
-    said = f"{row['case']}: {row['plain_peak_bytes'] / GIB:.2f} GiB, {row['plain_step_ms']:.0f} ms"
-    if not row["held"]:
-        return f"{said}; smallest {row['smallest_bytes'] / GIB:.2f} GiB"
-    hand = row["by_hand"]
-    return (
-        f"{said}; plan {row['peak_bytes'] / GIB:.2f} GiB, +{row['longer_ms']:.0f} ms; by hand "
-        + (
-            "none"
-            if hand is None
-            else f"{hand['blocks']} blocks ({hand['which']}), +{hand['longer_ms']:.0f} ms"
-        )
-        + f"; planned in {row['planning_cpu_s']:.0f} s"
-    )
-
-
 def _cells(row: Row) -> list[str]:
     """Return the step as it is, with the plan, and with the best N blocks by hand."""
     plain = f"{row['plain_peak_bytes'] / GIB:.1f} GiB, {row['plain_step_ms'] / 1e3:.2f} s"
@@ -145,7 +129,7 @@ def main() -> None:
     parser.choice("--devices", DEVICES)
     arguments = parser.begin(silence=True)
     cases = product(arguments.models, arguments.devices)
-    run_cases(cases, lambda case: [row_of(*case)], _line, arguments.json, key="case")
+    run_cases(cases, lambda case: [row_of(*case)], arguments.json, key="case")
 
 
 if __name__ == "__main__":

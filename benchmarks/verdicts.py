@@ -5,93 +5,40 @@
 Full training, LoRA and QLoRA of models from 1B to 70B parameters, on one GPU of 12 GB up to eight of 80 GB. Each case
 is a command, run in a process of its own. Where somebody has published what the same step reserves, the row has both
 figures; ``benchmarks/data/peaks.jsonl`` says who, and how they came about. The table in ``docs/fit.md`` is made from
-the results, and written once all cases have one. With ``--only``, the rows of other cases stay as they are.
+the results (``--table``). With ``--only``, the rows of other cases stay as they are.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.command import Parser
-from benchmarks.harness.results import GIB, RESULTS, Row, read_results, write_results
+from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.results import GIB, ROOT, Row
 from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.published import published_rows
 
-FIGURES = RESULTS / "verdicts.json"
+with (ROOT / "benchmarks" / "data" / "verdicts.csv").open(encoding="utf-8", newline="") as _file:
+    CASES = {case["id"]: case for case in csv.DictReader(_file)}
+"""By what is trained: the arguments of ``sacplan fit``, and the id and name of a published figure of the step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One thing that people train.
-
-    Attributes:
-        command: Arguments of ``sacplan fit``.
-        published: The id of a published figure of the step as it is, in bytes, and its name there.
-    """
-
-    command: str
-    published: tuple[str, str] | None = None
-
-
-_ADAPTERS = "--lora r=16"
-_QLORA = f"{_ADAPTERS} --load-in-4bit"
-_PEFT = "--device l40s --batch 4 --seq 768"  # the longest batch of PEFT's comparison of methods
-
-CASES = {
-    "1B, full": Case("hf:meta-llama/Llama-3.2-1B --device rtx-4090 --batch 4 --seq 2048"),
-    "3B, full": Case(
-        f"hf:meta-llama/Llama-3.2-3B {_PEFT}",
-        ("peft-full-finetuning--llama-3.2-3B-lr_0.00001", "max_reserved"),
-    ),
-    "3B, LoRA": Case(
-        f"hf:meta-llama/Llama-3.2-3B {_PEFT} --lora r=32,alpha=64,targets=q_proj+v_proj",
-        ("peft-lora--llama-3.2-3B-rank32", "max_reserved"),
-    ),
-    "3B, QLoRA": Case(f"hf:meta-llama/Llama-3.2-3B --device 12GB --batch 2 --seq 1024 {_QLORA}"),
-    "8B, full": Case("hf:meta-llama/Meta-Llama-3-8B --device l40s --seq 2048"),
-    "8B, full, one of 80 GB": Case("hf:meta-llama/Meta-Llama-3-8B --device h100 --seq 8192"),
-    "8B, LoRA": Case(f"hf:meta-llama/Meta-Llama-3-8B --device rtx-4090 --seq 2048 {_ADAPTERS}"),
-    "8B, QLoRA": Case(f"hf:meta-llama/Meta-Llama-3-8B --device rtx-4090 --batch 4 --seq 1024 {_QLORA}"),
-    "8B, full, eight of 80 GB": Case("hf:meta-llama/Meta-Llama-3-8B --device 8xh100 --seq 8192"),
-    "13B, LoRA": Case(f"hf:meta-llama/Llama-2-13b-hf --device a100-40gb --seq 4096 {_ADAPTERS}"),
-    "70B, QLoRA": Case(f"hf:meta-llama/Meta-Llama-3-70B --device h100 --seq 2048 {_QLORA}"),
-    "70B, LoRA, eight of 80 GB": Case(
-        f"hf:meta-llama/Meta-Llama-3-70B --device 8xh100 --seq 4096 {_ADAPTERS}"
-    ),
-}
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = Parser(__doc__, "verdicts.json")
-    parser.choice("--only", CASES)
-    arguments = parser.begin(argv)
-    path: Path | None = arguments.json
-    known = {} if path is None or not path.exists() else {row["id"]: row for row in read_results(path)[1]}
-    for name in arguments.only:
-        known[name] = row_of(name, CASES[name])
-        print(f"{name}: {known[name]['verdict']}", flush=True)
-        write_results(path, [known[one] for one in CASES if one in known])
-    if path is not None and path == FIGURES and known.keys() == CASES.keys():
-        TABLE.put([known[one] for one in CASES])
-
-
-def row_of(name: str, case: Case) -> Row:
+def row_of(name: str) -> Row:
     """Return what the command says, and what was published."""
-    words = [sys.executable, "-m", "sacplan", "fit", *shlex.split(case.command), "--no-sizes", "--json"]
+    case = CASES[name]
+    words = [sys.executable, "-m", "sacplan", "fit", *shlex.split(case["command"]), "--no-sizes", "--json"]
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     facts = json.loads(done.stdout)
     if "error" in facts:
         raise RuntimeError(f"{name}: {facts['error']['message']}")
     row: Row = {
         "id": name,
-        "command": f"sacplan fit {case.command}",
+        "command": f"sacplan fit {case['command']}",
         "fits": facts["fits"],
         "verdict": facts["verdict"],
     }
@@ -99,10 +46,9 @@ def row_of(name: str, case: Case) -> Row:
     # What recomputation alone does: the first such row that fits.
     row["plan"] = next((_figures(one) for one in facts["rows"] if one["way"] == "plan" and one["fits"]), None)
     row["remarks"] = facts["remarks"]
-    if case.published is not None:
-        key, figure = case.published
+    if key := case["published"]:
         entry, predicted = published_rows()[key], facts["rows"][0]["reserved_bytes"]
-        measured = entry["measured"][figure]
+        measured = entry["measured"][case["figure"]]
         row["published"] = {
             "id": key, "measured_bytes": measured, "predicted_bytes": predicted, "error": predicted / measured - 1,
         }  # fmt: skip
@@ -145,6 +91,13 @@ TABLE = PageTable("verdicts", "fit.md", markdown)
 
 def _gib(n_bytes: int) -> str:
     return f"{n_bytes / GIB:.1f} GiB"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(__doc__, "verdicts.json", TABLE)
+    parser.choice("--only", CASES)
+    arguments = parser.begin(argv)
+    run_cases(arguments.only, lambda name: [row_of(name)], arguments.json, key="id")
 
 
 if __name__ == "__main__":

@@ -66,17 +66,6 @@ def tflops(row: Row) -> float:
     return float(6e-9 * row["parameters"] * row["tokens"] / row["step_ms"])
 
 
-def _line(row: Row) -> str:
-    said = f"{row['case']}: {row['plain_peak_bytes'] / GIB:.2f} GiB, {row['plain_step_ms']:.0f} ms"
-    if not row["held"]:
-        return f"{said}; smallest {row['smallest_bytes'] / GIB:.2f} GiB"
-    on_host = (row["host_bytes"] + row["optimizer_host_bytes"]) / GIB
-    return (
-        f"{said}; plan {row['peak_bytes'] / GIB:.2f} GiB, {row['step_ms']:.0f} ms, {tflops(row):.0f} TFLOP/s, "
-        f"{on_host:.1f} GiB on the host; planned in {row['planning_cpu_s']:.0f} s"
-    )
-
-
 def _cells(row: Row) -> list[str]:
     cells = [f"`{row['case']}`", f"{row['weights_bytes'] / GIB:.1f} GiB"]
     cells.append(f"{row['plain_peak_bytes'] / GIB:.1f} GiB, {row['plain_step_ms'] / 1e3:.2f} s")
@@ -104,7 +93,7 @@ def main() -> None:
     parser = Parser(__doc__, "whole_models.json", TABLE)
     parser.choice("--cases", CASES)
     arguments = parser.begin(silence=True)
-    run_cases(arguments.cases, lambda case: [row_of(case)], _line, arguments.json, key="case")
+    run_cases(arguments.cases, lambda case: [row_of(case)], arguments.json, key="case")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ on the CPU, predicted and measured, as in ``benchmarks.compatibility``. Of some 
 (``timm/resnet+inference``), at a budget half way to the smallest peak. Slices may round otherwise, so its outputs are
 compared within a tolerance.
 
-A package that is not installed is named and left out. The last lines say what failed and what is not exact, then sum
+A package that is not installed is left out. The last lines say what failed and what is not exact, then sum
 up.
 """
 
@@ -49,29 +49,20 @@ def names_of(family: str) -> list[str]:
     return [f"{family}/{n}" for n in found.models()] + [f"{family}/{n}{INFERENCE}" for n in found.inference]
 
 
-def chosen(asked: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the entries to run, and the packages that the rest of what was asked for would need.
+def chosen(asked: Sequence[str]) -> list[str]:
+    """Return the entries to run, of packages that are installed.
 
     Args:
         asked: packages and entries; none of them: all.
 
     Raises:
-        ValueError: there is no such package or entry.
+        ValueError: one of them is not there.
     """
-    names: list[str] = []
-    missing: list[str] = []
-    for word in asked or FAMILIES:
-        family = word.split("/")[0]
-        if family not in FAMILIES:
-            raise ValueError(f"no package {family}; there are {', '.join(FAMILIES)}")
-        if not FAMILIES[family].installed:
-            missing.append(family)
-            continue
-        known = names_of(family)
-        if word != family and word not in known:
-            raise ValueError(f"no entry {word}; there are {', '.join(known)}")
-        names += known if word == family else [word]
-    return list(dict.fromkeys(names)), list(dict.fromkeys(missing))
+    known = [name for family, found in FAMILIES.items() if found.installed for name in names_of(family)]
+    unknown = {*asked} - {*known, *(name.split("/")[0] for name in known)}
+    if unknown:
+        raise ValueError(f"no {', '.join(sorted(unknown))} is installed; there are {', '.join(known)}")
+    return [name for name in known if not asked or not {name, name.split("/")[0]}.isdisjoint(asked)]
 
 
 # --- one model -------------------------------------------------------------------------------------------------------
@@ -177,11 +168,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run; the exit status is 1 where a budget was broken, bits differ, or sacplan failed."""
     parser, arguments = SWEEP.parse(__doc__, argv)
     try:
-        names, missing = chosen(arguments.names)
+        names = chosen(arguments.names)
     except ValueError as error:
         parser.error(str(error))
-    for family in missing:
-        print(f"{family} is not installed: its models are left out")
     versions = {f: importlib.metadata.version(f) for f in dict.fromkeys(n.split("/")[0] for n in names)}
     found = SWEEP.run(arguments, names, packages=versions)
     print("\n".join(remarks(found)))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.harness.results import RESULTS, Row, describe, machine, read_results, write_results
+from benchmarks.harness.results import RESULTS, Row, as_text, describe, machine, read_results, write_results
 from benchmarks.harness.table import PageTable
 
 T = TypeVar("T")
@@ -68,7 +68,6 @@ class Parser(argparse.ArgumentParser):
 def run_cases(
     cases: Iterable[T],
     rows_of: Callable[[T], Iterable[Row]],
-    line: Callable[[Row], str],
     path: Path | None,
     *,
     key: str | None = None,
@@ -81,7 +80,6 @@ def run_cases(
     Args:
         cases: The cases to run.
         rows_of: Yields the rows of a case.
-        line: Writes a row as text.
         path: The file; None writes nothing.
         key: What in a row names its case, if each case has one row. With it, a row takes the place of the one that the
             file has of the same case, and rows of other cases stay.
@@ -94,7 +92,7 @@ def run_cases(
                 (i for i, one in enumerate(rows) if key is not None and one[key] == row[key]), len(rows)
             )
             rows[at : at + 1] = [row]
-            print(line(row), flush=True)
+            print(as_text(row), flush=True)
             if key is not None:
                 write_results(path, rows, **more)
         write_results(path, rows, **more)

@@ -43,6 +43,17 @@ def describe(found: dict[str, Any]) -> str:
     return f"{versions}, {found['machine']}, {found['cores']} cores, {threads}"
 
 
+def as_text(row: Row) -> str:
+    """Write a row in a line. Bytes are in MiB; what is nested is in the file alone."""
+
+    def said(name: str, value: Any) -> str:
+        if isinstance(value, int) and value > MIB:
+            return f"{name} {value / MIB:,.2f} MiB"
+        return f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+
+    return ", ".join(said(*each) for each in row.items() if not isinstance(each[1], (dict, list, tuple)))
+
+
 def write_results(path: Path | None, rows: Sequence[Row], *, row_a_line: bool = False, **more: Any) -> None:
     """Write rows as JSON, with the machine and the date.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import transformers
@@ -16,28 +16,8 @@ from benchmarks.harness.processes import Limits, in_workers
 from benchmarks.harness.results import RESULTS, ROOT, Row, describe, machine, read_results, write_results
 from benchmarks.harness.table import PageTable
 
-
-class Outcome(Protocol):
-    """What became of one model."""
-
-    model_type: str
-
-    @property
-    def done(self) -> bool:
-        """Whether there is nothing left to try."""
-
-    def __str__(self) -> str:
-        """Write the outcome as a line."""
-
-    def as_row(self) -> Row:
-        """Return the row of the file."""
-
-    @classmethod
-    def of_row(cls, row: Row) -> Any:
-        """Return the outcome of a row of the file."""
-
-
-Kind = TypeVar("Kind", bound=Outcome)
+Kind = TypeVar("Kind", bound=Any)
+"""What became of a model: ``model_type``, ``done`` or not, a line by ``str``, ``as_row()`` and ``of_row(row)``."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +53,16 @@ class Sweep(Generic[Kind]):
         """The table beside the page."""
         return ROOT / "docs" / "data" / f"{self.file}.csv"
 
-    def parse(self, doc: str | None, argv: list[str] | None) -> tuple[Parser, argparse.Namespace]:
-        """Parse the command line. With ``--table``, publish the figures that are there, and end."""
+    def parse(
+        self, doc: str | None, argv: list[str] | None, known: Collection[str] = ()
+    ) -> tuple[Parser, argparse.Namespace]:
+        """Parse the command line. With ``--table``, publish the figures that are there, and end.
+
+        Args:
+            doc: the module's docstring.
+            argv: the words.
+            known: names that may be asked for; empty if any may.
+        """
         parser = Parser(doc)
         parser.add_argument("names", nargs="*", help="of models; their rows are printed (default: all)")
         parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default: %(default)s)")
@@ -88,6 +76,9 @@ class Sweep(Generic[Kind]):
         if self.page is not None and arguments.table:
             self.publish()
             raise SystemExit
+        unknown = {*arguments.names} - {*known}
+        if known and unknown:
+            parser.error(f"transformers {transformers.__version__} has no {', '.join(sorted(unknown))}")
         return parser, arguments
 
     def read(self, path: Path | None = None) -> tuple[Row, list[Kind]]:

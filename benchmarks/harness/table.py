@@ -1,44 +1,14 @@
-"""Tables: aligned columns for a terminal, and Markdown for the pages."""
+"""Tables of the pages, in Markdown and CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.harness.results import ROOT, Row
-
-
-class Table:
-    """Columns of a printed table, each a heading and a format.
-
-        table = Table(("model", ">16"), ("peak MiB", ">9.2f"))
-        print(table.head)
-        print(table.row("gpt2", 31.5))
-
-    The format is one of ``str.format``. Its width and alignment hold for the heading, too, and for cells that are text:
-    ``-`` where there is no figure.
-    """
-
-    def __init__(self, *columns: tuple[str, str]) -> None:
-        self._formats = [spec for _, spec in columns]
-        # "+8.3%" is 8 wide, ">9.2f" 9, "4d" 4: the first number, whatever stands before it.
-        self._widths = [re.match(r"([<>]?)[+ ,]*(\d*)", spec).expand(r"\1\2") for spec in self._formats]  # type: ignore[union-attr]
-        self._widths = [w if w.startswith(("<", ">")) else f">{w}" for w in self._widths]
-        self.head = self._joined(head for head, _ in columns)
-
-    def row(self, *cells: object) -> str:
-        """Write a line. None is a missing figure; text takes the column's width alone."""
-        return self._joined(
-            ("-" if cell is None else cell) if cell is None or isinstance(cell, str) else format(cell, spec)
-            for cell, spec in zip(cells, self._formats, strict=False)
-        )
-
-    def _joined(self, texts: Iterable[str]) -> str:
-        return " ".join(format(text, width) for text, width in zip(texts, self._widths, strict=False))
 
 
 def markdown_table(heads: str, rows: Iterable[Iterable[str]]) -> str:

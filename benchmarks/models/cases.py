@@ -14,6 +14,7 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.steps import LossFn, RealStep, real_step
+from sacplan.integrations.hf import architectures
 
 _SEED = 7
 
@@ -83,15 +84,23 @@ def gpt2(rows: int = 16, **config: Any) -> Case:
     return Case(model, text(made.vocab_size, rows, 1024), optimizer=torch.optim.AdamW)
 
 
-def llama_3_8b(**config: Any) -> nn.Module:
-    """Build Llama-3-8B's shape, 8 B parameters; ``config`` changes it."""
+def published_config(name: str, **config: Any) -> Any:
+    """Return the configuration of a model that sacplan knows by name, without a cache; ``config`` changes it."""
     import transformers
 
-    shape: dict[str, Any] = {
-        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "vocab_size": 128256,
-    }  # fmt: skip
-    return on_meta(transformers.LlamaForCausalLM, transformers.LlamaConfig(**shape | config))
+    row = architectures.find(name)
+    assert row is not None
+    values = {**row.values, "use_cache": False, **config}
+    return transformers.AutoConfig.for_model(row.model_type, **values)
+
+
+def published(name: str, **config: Any) -> nn.Module:
+    """Build such a model on the meta device, in bfloat16."""
+    import transformers
+
+    made = published_config(name, **config)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(made).bfloat16().train()
 
 
 def example(layers: int = 12) -> Case:

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
 
 from benchmarks.harness.results import ROOT
 from benchmarks.models import cases
-from benchmarks.models.cases import Case, empty_text, fused_adamw, on_meta
+from benchmarks.models.cases import Case, empty_text, fused_adamw
 from tests.zoo.language_models import LM, cross_entropy
 
 hf: Any = transformers
@@ -71,46 +70,15 @@ def large_vocabulary() -> Case:
 # --- plans for an H100 ------------------------------------------------------------------------------------------
 
 
-def _planned(model: nn.Module, tokens: int) -> Case:
-    return Case(model.train(), empty_text(1, tokens), optimizer=fused_adamw)
+def long_sequence(name: str, tokens: int, **config: Any) -> Case:
+    """Build a published model in bfloat16, on meta, for one sequence; ``config`` changes it."""
+    model = cases.published(name, max_position_embeddings=2**20, **config)
+    return Case(model, empty_text(1, tokens), optimizer=fused_adamw)
 
 
-def llama_3_8b(tokens: int = 32768, layers: int = 32) -> Case:
-    """Build Llama-3-8B's shape in bfloat16, on meta."""
-    model = cases.llama_3_8b(num_hidden_layers=layers, max_position_embeddings=2**20, use_cache=False)
-    return _planned(model, tokens)
-
-
-def gemma_2_2b(tokens: int = 8192, layers: int = 26) -> Case:
-    """Build Gemma-2-2B's shape in bfloat16, on meta: 256,000 words, soft-capped, head and embedding tied."""
-    config = hf.Gemma2Config(
-        hidden_size=2304, intermediate_size=9216, num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=256, vocab_size=256000, max_position_embeddings=2**20, use_cache=False,
-    )  # fmt: skip
-    return _planned(on_meta(hf.Gemma2ForCausalLM, config), tokens)
-
-
-def llama_3_2_1b(tokens: int) -> Case:
-    """Build Llama-3.2-1B's shape in bfloat16, on meta; head and embedding are tied."""
-    model = cases.llama_3_8b(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, tie_word_embeddings=True,
-        max_position_embeddings=2**20, use_cache=False,
-    )  # fmt: skip
-    return _planned(model, tokens)
-
-
-def llama_3_2_3b(tokens: int) -> Case:
-    """Build Llama-3.2-3B's shape in bfloat16, on meta; head and embedding are tied."""
-    model = cases.llama_3_8b(
-        hidden_size=3072, intermediate_size=8192, num_hidden_layers=28, num_attention_heads=24, head_dim=128,
-        tie_word_embeddings=True, max_position_embeddings=2**20, use_cache=False,
-    )  # fmt: skip
-    return _planned(model, tokens)
-
-
-OFFLOADED: dict[str, Callable[[int], Case]] = {
-    "llama-3-8b": llama_3_8b,
-    "gemma-2-2b": gemma_2_2b,
-    "llama-3.2-1b": llama_3_2_1b,
-    "llama-3.2-3b": llama_3_2_3b,
+OFFLOADED: dict[str, Callable[..., Case]] = {
+    "llama-3-8b": functools.partial(long_sequence, "meta-llama/Meta-Llama-3-8B"),
+    "gemma-2-2b": functools.partial(long_sequence, "google/gemma-2-2b"),
+    "llama-3.2-1b": functools.partial(long_sequence, "meta-llama/Llama-3.2-1B"),
+    "llama-3.2-3b": functools.partial(long_sequence, "meta-llama/Llama-3.2-3B"),
 }

@@ -1,4 +1,4 @@
-"""Small models for ``benchmarks.compiled``: seven by hand, twenty of ``hf_models``, three of timm where it is there.
+"""Small models for ``benchmarks.compiled``: three by hand, 24 of ``hf_models``.
 
     case, blocks = MODELS["llama"]()
 
@@ -8,17 +8,15 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import nn
 
 from benchmarks.models import hf_models
-from benchmarks.models.cases import Case, text
+from benchmarks.models.cases import Case
 
 Builder = Callable[[], tuple[Case, list[str]]]
 
@@ -140,49 +138,10 @@ def _tokens() -> torch.Tensor:
     return torch.randint(0, _VOCABULARY, (_ROWS, _LENGTH))
 
 
-def _of_transformers(what: str, blocks: str, batch: Callable[[], Any], **config: Any) -> Any:
-    library: Any = transformers
-    config_class = getattr(library, f"{what.partition('For')[0].removesuffix('LMHeadModel')}Config")
-    model = getattr(library, what)(config_class(**config))
-    return Case(model, batch(), optimizer=torch.optim.AdamW), blocks.split()
-
-
-def _text() -> dict[str, torch.Tensor]:
-    return text(_VOCABULARY, _ROWS, _LENGTH)
-
-
-def _images() -> dict[str, torch.Tensor]:
-    return {"pixel_values": torch.randn(8, 3, 64, 64), "labels": torch.randint(0, 10, (8,))}
-
-
-_make = functools.partial
-SEVEN: dict[str, Builder] = {
-    "nanogpt": _make(_by_hand, NanoGPT, _tokens, "h.*"),
-    "gpt2": _make(
-        _of_transformers, "GPT2LMHeadModel", "transformer.h.*", _text, vocab_size=_VOCABULARY, n_positions=_LENGTH,
-        n_embd=256, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0,
-    ),
-    "llama": _make(
-        _of_transformers, "LlamaForCausalLM", "model.layers.*", _text, vocab_size=_VOCABULARY, hidden_size=256,
-        intermediate_size=688, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, attention_dropout=_P,
-    ),
-    "vit": _make(
-        _of_transformers, "ViTForImageClassification", "vit.layers.*", _images, hidden_size=192, num_hidden_layers=2,
-        num_attention_heads=3, intermediate_size=768, image_size=64, patch_size=4, num_labels=10,
-        hidden_dropout_prob=_P, attention_probs_dropout_prob=_P,
-    ),
-    "t5": _make(
-        _of_transformers, "T5ForConditionalGeneration", "encoder.block.* decoder.block.*", _text,
-        vocab_size=_VOCABULARY, d_model=256, d_kv=64, d_ff=1024, num_layers=1, num_heads=4, dropout_rate=_P,
-        decoder_start_token_id=0,
-    ),
-    "unet": _make(_by_hand, UNet, lambda: torch.randn(4, 3, 96, 96), "blocks.*"),
-    "resnet": _make(_by_hand, ResNet, lambda: torch.randn(16, 3, 64, 64), "layers.*"),
-}  # fmt: skip
-
-
-def _of_zoo(name: str, blocks: str, copies: int) -> Any:
-    model, batch, _ = hf_models.build(name, "small", "cpu", dropout=_P, copies=copies)
+def _of_transformers(
+    name: str, blocks: str, size: str = "compiled", copies: int = 1, dropout: float | None = None
+) -> Any:
+    model, batch, _ = hf_models.build(name, size, "cpu", dropout=dropout, copies=copies)
     # A draw of the host, by which code branches: another graph each step.
     for drawing in (model.config, *model.modules()):
         if hasattr(drawing, "layerdrop"):
@@ -190,8 +149,19 @@ def _of_zoo(name: str, blocks: str, copies: int) -> Any:
     return Case(model, batch, optimizer=torch.optim.AdamW), blocks.split()
 
 
+_make = functools.partial
+SEVEN: dict[str, Builder] = {
+    "nanogpt": _make(_by_hand, NanoGPT, _tokens, "h.*"),
+    "gpt2": _make(_of_transformers, "gpt2", "transformer.h.*"),
+    "llama": _make(_of_transformers, "llama", "model.layers.*"),
+    "vit": _make(_of_transformers, "vit", "vit.layers.*"),
+    "t5": _make(_of_transformers, "t5", "encoder.block.* decoder.block.*"),
+    "unet": _make(_by_hand, UNet, lambda: torch.randn(4, 3, 96, 96), "blocks.*"),
+    "resnet": _make(_by_hand, ResNet, lambda: torch.randn(16, 3, 64, 64), "layers.*"),
+}
+
 TWENTY: dict[str, Builder] = {
-    name: functools.partial(_of_zoo, name, blocks, copies)
+    name: _make(_of_transformers, name, blocks, "small", copies, _P)
     for name, copies, blocks in (
         *((name, 16, "model.layers.*") for name in ("mistral", "qwen2", "gemma2", "phi3")),
         ("opt", 16, "model.decoder.layers.*"),
@@ -211,20 +181,4 @@ TWENTY: dict[str, Builder] = {
 }
 
 
-def _of_timm(name: str, blocks: str) -> Any:
-    import timm
-
-    def loss_fn(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(model(images), torch.zeros(len(images), dtype=torch.long))
-
-    model = timm.create_model(name, num_classes=10, drop_rate=_P)
-    return Case(model, torch.randn(16, 3, 64, 64), loss_fn, torch.optim.AdamW), blocks.split()
-
-
 MODELS: dict[str, Builder] = SEVEN | TWENTY
-if importlib.util.find_spec("timm") is not None:
-    MODELS |= {
-        "timm resnet": functools.partial(_of_timm, "test_resnet", "layer?.*"),
-        "timm efficientnet": functools.partial(_of_timm, "test_efficientnet", "blocks.*"),
-        "timm convnext": functools.partial(_of_timm, "test_convnext", "stages.*.blocks.*"),
-    }

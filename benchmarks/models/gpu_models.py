@@ -1,7 +1,7 @@
 """Models for ``benchmarks.gpu`` in torch alone: each saves for backward what its famous relative saves.
 
-A function takes ``size`` ("gpu": some GiB in a step; "smoke": a CPU does it in no time) and returns
-``(model, batch, loss_fn)``: real tensors on the default device, the loss inside ``loss_fn``.
+A function returns ``(model, batch, loss_fn)``, some GiB in a step: real tensors on the default device, the loss inside
+``loss_fn``.
 """
 
 from __future__ import annotations
@@ -21,23 +21,14 @@ Case = tuple[nn.Module, Batch, LossFn]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a transformer."""
+    """The sizes of a transformer, by default those of the usual base model."""
 
-    layers: int
-    width: int
-    heads: int
-    batch: int
-    length: int
-    vocab: int
-
-    @classmethod
-    def of(
-        cls, size: str, *, layers: int = 12, batch: int = 8, length: int = 1024, vocab: int = 32000
-    ) -> Sizes:
-        """Return the sizes of the usual base model, or of a tiny one."""
-        if size == "smoke":
-            return cls(2, 32, 4, 2, 16, 64)
-        return cls(layers, 768, 12, batch, length, vocab)
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    batch: int = 8
+    length: int = 1024
+    vocab: int = 32000
 
 
 class Attention(nn.Module):
@@ -396,66 +387,61 @@ def _images(count: int, side: int) -> Batch:
     return {"images": torch.randn(count, 3, side, side), "labels": torch.randint(0, 1000, (count,))}
 
 
-def gpt2(size: str) -> Case:
-    s = Sizes.of(size)
+def gpt2() -> Case:
+    s = Sizes()
     return GPT2(s), _text(s), _language
 
 
-def llama(size: str) -> Case:
-    s = Sizes.of(size)
+def llama() -> Case:
+    s = Sizes()
     return Llama(s), _text(s), _language
 
 
-def bert(size: str) -> Case:
-    s = Sizes.of(size, batch=16, length=512)
+def bert() -> Case:
+    s = Sizes(batch=16, length=512)
     mask = torch.ones(s.batch, s.length, dtype=torch.bool)
     mask[0, -s.length // 4 :] = False
     return Bert(s), _text(s, mask=mask), _language
 
 
-def t5(size: str) -> Case:
-    s = Sizes.of(size, batch=8, length=512)
+def t5() -> Case:
+    s = Sizes(length=512)
     return T5(s), _text(s), _language
 
 
-def vit(size: str) -> Case:
-    s, side = Sizes.of(size), 32 if size == "smoke" else 224
-    return ViT(s, 8 if size == "smoke" else 16, side), _images(2 if size == "smoke" else 64, side), _classes
+def vit() -> Case:
+    return ViT(Sizes(), 16, 224), _images(64, 224), _classes
 
 
-def mixtral(size: str) -> Case:
-    s = Sizes.of(size, layers=6, batch=4)
-    return Llama(s, experts=4 if size == "smoke" else 8), _text(s), _language
+def mixtral() -> Case:
+    s = Sizes(layers=6, batch=4)
+    return Llama(s, experts=8), _text(s), _language
 
 
-def resnet50(size: str) -> Case:
-    if size == "smoke":
-        return ResNet((1, 1, 1, 1), 8), _images(2, 64), _classes
+def resnet50() -> Case:
     return ResNet((3, 4, 6, 3), 64), _images(64, 224), _classes
 
 
-def mamba(size: str) -> Case:
-    s = Sizes.of(size, layers=4, batch=8, length=96)
+def mamba() -> Case:
+    s = Sizes(layers=4, length=96)
     return Mamba(s), _text(s), _language
 
 
-def lstm(size: str) -> Case:
-    s = Sizes.of(size, batch=32, length=256)
+def lstm() -> Case:
+    s = Sizes(batch=32, length=256)
     return LSTMLanguageModel(s), _text(s), _language
 
 
-MODELS: dict[str, Callable[[str], Case]] = {
+MODELS: dict[str, Callable[[], Case]] = {
     make.__name__: make for make in (gpt2, llama, bert, t5, vit, mixtral, resnet50, mamba, lstm)
 }
 
 
-def build(
-    name: str, size: str, device: str, dtype: torch.dtype, autocast: bool
-) -> tuple[nn.Module, Any, Any]:
+def build(name: str, device: str, dtype: torch.dtype, autocast: bool) -> tuple[nn.Module, Any, Any]:
     """Build ``(model, batch, loss_fn)`` on ``device``; with ``autocast`` the model stays float32."""
     torch.manual_seed(0)
     with torch.device(device):
-        model, batch, loss_fn = MODELS[name](size)
+        model, batch, loss_fn = MODELS[name]()
     if not autocast:
         model = model.to(dtype)
         batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}

@@ -10,6 +10,7 @@ from torch import nn
 
 from benchmarks.harness.played import Loop
 from benchmarks.harness.results import MIB
+from benchmarks.models import cases
 from benchmarks.models.published_step import (
     Built,
     Point,
@@ -42,12 +43,6 @@ def _bert(optimizer: Any, autocast: bool = False) -> Built:
     return Built(model=model, batch=batch, loss_fn=in_float16 if autocast else None, optimizer=optimizer)
 
 
-def _adafactor(parameters: Any) -> torch.optim.Optimizer:
-    from transformers.optimization import Adafactor
-
-    return Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False)
-
-
 _CONTEXT_MIB = 1343
 _BERT = functools.partial(
     Step,
@@ -56,20 +51,11 @@ _BERT = functools.partial(
     workspace_bytes=0,
     loop=Loop("never"),
     assumed=True,
-    unknown="the published figure is the card's use, less the 1,343 MiB of the context before training; what cuBLAS "
-    "and kernels load later is in it. Not explained: 1.5 to 2 GiB",
 )
 
 
 def _peft(kind: Literal["full", "lora", "ln"]) -> Built:
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=128256, hidden_size=3072, intermediate_size=8192, num_hidden_layers=28,
-        num_attention_heads=24, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model: Any = transformers.LlamaForCausalLM(config).bfloat16()
+    model: Any = cases.published("meta-llama/Llama-3.2-3B")
     if kind != "full":
         import peft
 
@@ -94,15 +80,13 @@ _PEFT = functools.partial(
     points=(Point(part=("max_reserved",), figure="reserved"),),
     device="l40s",
     assumed=True,
-    unknown="lengths of the batches: the prediction is for four sequences of 768 tokens, the longest that there can "
-    "be. The cache is emptied every few steps, and evaluations run between them",
 )
 
 
 TRANSFORMERS: dict[str, Step] = {
     "hf-bertlarge-bs4": _BERT(build=lambda: _bert(single_adamw)),
     "hf-bertlarge-bs4_fp16": _BERT(build=lambda: _bert(single_adamw, autocast=True)),
-    "hf-bertlarge-bs4_adafactor": _BERT(build=lambda: _bert(_adafactor)),
+    "hf-bertlarge-bs4_adafactor": _BERT(build=lambda: _bert("adafactor")),
     "hf-bertlarge-bs4_adam8bit": _BERT(build=lambda: _bert(AdamW8bitSizes)),
     "peft-full-finetuning--llama-3.2-3B-lr_0.00001": _PEFT(build=lambda: _peft("full")),
     "peft-lora--llama-3.2-3B-rank32": _PEFT(build=lambda: _peft("lora")),

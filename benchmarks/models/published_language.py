@@ -10,29 +10,30 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import sacplan
 from benchmarks.harness.played import Loop
 from benchmarks.harness.results import GIB, MIB
+from benchmarks.models import cases
 from benchmarks.models import published_networks as networks
+from benchmarks.models.cases import fused_adamw
 from benchmarks.models.published_step import (
     COMPILE,
     GB,
     LAYERS,
+    MIXED,
     Built,
-    Fsdp,
     Point,
     Step,
     empty,
     foreach_adamw,
     full_policy,
-    fused_adamw,
     offloading_policy,
     op_policy,
     step_in_backward,
 )
 from sacplan.core.program import Op, Phase, Program
-from sacplan.integrations.hf import architectures
 from sacplan.profiling.optimizer_table import AdamW8bitSizes
 
 # --- minGPT -----------------------------------------------------------------------------------------------
@@ -91,8 +92,6 @@ _MINGPT = functools.partial(
 H100_96GB = "h100-96gb-500w"
 """torchtitan's card: HBM2e, and a limit of 500 W (its ``benchmarks/llama3_h100_202412_torchtitan.md``)."""
 
-FITTED = "the rate of matrix products at 500 W is fitted to `titan822-default`"
-
 
 def titan_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     """Return the loss as torchtitan's ``train.py`` does."""
@@ -141,15 +140,6 @@ def _kept_by_checkpointing(program: Program) -> Mapping[int, int]:
 
 
 BOTH = Point(unit=GIB, figure="reserved"), Point(unit=GIB, figure="reserved_expandable")
-SEGMENTS = "segments are expandable, as torchtitan's script sets them"
-EITHER = (
-    "whether segments were expandable, as torchtitan's script for one node sets them since October 2024 "
-    "(`run_llama_train.sh`) and that for several (`multinode_trainer.slurm`) does not: both are predicted"
-)
-AS_DEFAULT = (
-    f"{EITHER}. Rows of Tables 1, 3 and 4 are within 0.6 % of the default, up to 9 % off expandable ones"
-)
-AS_EXPANDABLE = f"{EITHER}. Rows of Table 2 are within 1 % of expandable ones, and up to 5 % off the default"
 
 
 def _fully_sharded(model: Any, reshard: Literal["always", "default", "never"]) -> None:
@@ -157,14 +147,11 @@ def _fully_sharded(model: Any, reshard: Literal["always", "default", "never"]) -
 
     So does the root, whatever is asked of it, in PyTorch up to 2.7 (its pull request #155319).
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     last = model.layers[-1]
     for layer in model.layers:
         frees = reshard == "always" or (reshard == "default" and layer is not last)
-        fully_shard(layer, mp_policy=policy, reshard_after_forward=frees)
-    fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(layer, mp_policy=MIXED, reshard_after_forward=frees)
+    fully_shard(model, mp_policy=MIXED, reshard_after_forward=False)
 
 
 def _titan822(reshard: Literal["always", "default", "never"], *, sequences: int = 1, **changes: Any) -> Step:
@@ -175,19 +162,17 @@ def _titan822(reshard: Literal["always", "default", "never"], *, sequences: int 
             Point(part=("step10+",), unit=GIB, figure="reserved_expandable"),
         ),
         "device": H100_96GB,
-        "other_card": FITTED,
         "plan": op_policy,
         "loop": Loop(until=_kept_by_checkpointing),
         "spread": functools.partial(_fully_sharded, reshard=reshard),
         "ranks": 8,
         "samples": 8192 * sequences,
-        "unknown": SEGMENTS,
     }
     return Step(**made | changes)
 
 
 def _titan2412(ranks: int, **changes: Any) -> Step:
-    made = {"sequences": 2, "points": BOTH, "ranks": ranks, "assumed": True, "unknown": AS_DEFAULT}
+    made = {"sequences": 2, "points": BOTH, "ranks": ranks, "assumed": True}
     return _titan822("default", **made | changes)
 
 
@@ -239,19 +224,12 @@ def _tune_in_backward(make: Any, *, compiled: bool = False) -> Built:
     return dataclasses.replace(built, optimizer=None)
 
 
-_TUNE_UNKNOWN = (
-    "AdamW is taken to be fused: with foreach it would need more than the 25.5 GiB of the row without packing. "
-    "Attention was FlexAttention; it is predicted as flash attention, which saves as much"
-)
-
-
 def _tune_step(chunks: int = 1, **changes: Any) -> Step:
     made: dict[str, Any] = {
         "build": lambda: _tune(chunks, compiled="compiled" in changes),
         "points": (Point(unit=GIB, figure="active"),),
         "device": "a100-80gb",
         "samples": 2 * 4096,
-        "unknown": _TUNE_UNKNOWN,
     }
     return Step(**made | changes)
 
@@ -267,9 +245,7 @@ def _qlora_70b() -> Built:
     import peft
     import transformers
 
-    row = architectures.find("meta-llama/Llama-2-70b-hf")
-    assert row is not None
-    config = transformers.LlamaConfig(**row.values, use_cache=False)
+    config = cases.published_config("meta-llama/Llama-2-70b-hf")
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     model = sacplan.with_lora(
@@ -300,10 +276,8 @@ def _peft_fsdp(offload: bool) -> Step:
         points=(Point(unit=GB, figure="reserved"),),
         device="a100-80gb",
         plan=lambda profile: sacplan.policy("full", profile=profile, layers=_PEFT_LAYERS),
-        fsdp=Fsdp(ranks=2, units=(_PEFT_LAYERS, ""), mixed=False, offload=offload),
+        fsdp=sacplan.FSDP2(2, (_PEFT_LAYERS, ""), offload_policy=CPUOffloadPolicy() if offload else None),
         assumed=True,
-        unknown="how it was read, and on which card: what a card shows counts the CUDA context and NCCL's buffers, "
-        "too. It was FSDP1 with flat parameters; predicted is FSDP2, with the last layer freed as the others",
     )
 
 
@@ -371,12 +345,9 @@ def _sum(program: Program) -> Iterable[int]:
 LANGUAGE: dict[str, Step] = {
     "mingpt-nano": _MINGPT(
         build=lambda: _mingpt(3, 3, 48),
-        unknown="the task is known by the bytes of the gradients, torch 1.13 by the date, and the card by its "
-        "workspace of 8.125 MiB",
     ),
     "mingpt-xl": _MINGPT(
         build=lambda: _mingpt(48, 25, 1600),
-        unknown="as mingpt-nano; how many steps ran before the figure was read",
     ),
     "titan822-default": _titan822("default"),
     "titan822-always": _titan822("always"),
@@ -386,8 +357,6 @@ LANGUAGE: dict[str, Step] = {
         points=(Point(part=("bf16 compile",), unit=GIB, figure="reserved_expandable"),),
         compiled=[LAYERS],
         loop=Loop(),
-        other_card=f"{FITTED}; two sequences for each GPU run at 6,667 tokens/s in torchtitan's report, and at 5,762 "
-        "without torch.compile, which is this row's rate with it: another machine or PyTorch, which is not said",
     ),
     "titan2412-8gpu-FSDP": _titan2412(8),
     "titan2412-8gpu-FSDP+compile": _titan2412(8, compiled=[LAYERS], loop=Loop()),
@@ -403,14 +372,12 @@ LANGUAGE: dict[str, Step] = {
         loop=Loop(held=_float_logits),
         samples=8 * 2048,
         assumed=True,
-        unknown="PyTorch of early 2024",
     ),
     "peft-qlora-70b-fsdp": _peft_fsdp(offload=False),
     "peft-qlora-70b-fsdp-offload": _peft_fsdp(offload=True),
     "tune-3b-+_packed": _tune_step(),
     "tune-3b-+_compile": _tune_step(
         compiled=[LAYERS],
-        unknown=f"{_TUNE_UNKNOWN}. Whether the loss was compiled: predicted is that it was not",
     ),
     "tune-3b-+_chunked_CE": _tune_step(8, compiled=[LAYERS]),
     "tune-3b-+_activation_checkpointing": _tune_step(8, plan=full_policy, compiled=[LAYERS]),
@@ -419,10 +386,6 @@ LANGUAGE: dict[str, Step] = {
         plan=offloading_policy,
         missing=COMPILE,
         assumed=True,
-        unknown="rank, layers and optimizer are those of torchtune 0.4's 3B_qlora_single_device.yaml, with the batch "
-        "of the other rows; NF4 of bitsandbytes stands for torchao's. The eager loss keeps log-probabilities "
-        "in float32 (3.91 GiB) and copies the logits of a chunk to float32 (0.49 GiB), which a compiled one "
-        "need not",
     ),
     "tune-3b-+_optimizer_in_backward": _tune_step(
         build=lambda: _tune_in_backward(fused_adamw, compiled=True), plan=full_policy, compiled=[LAYERS]
@@ -437,7 +400,6 @@ LANGUAGE: dict[str, Step] = {
         build=_nanochat,
         points=(Point(unit=MIB),),
         device="h100",
-        unknown="temporaries of Muon and of the collectives of its optimizers",
         compiled=True,
     ),
     "pt-74443-pow2": Step(

@@ -332,52 +332,6 @@ def vit_giant(classes: int) -> nn.Module:
     return model
 
 
-# --- ResNet-101 -------------------------------------------------------------------------------------------
-
-
-class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions and a shortcut; ReLUs in place."""
-
-    def __init__(self, features: int, width: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(features, width, 1, bias=False)
-        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
-        self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
-        self.bn1, self.bn2, self.bn3 = (nn.BatchNorm2d(n) for n in (width, width, 4 * width))
-        self.relu = nn.ReLU(inplace=True)
-        self.downsample = None
-        if stride != 1 or features != 4 * width:
-            shortcut = nn.Conv2d(features, 4 * width, 1, stride, bias=False)
-            self.downsample = nn.Sequential(shortcut, nn.BatchNorm2d(4 * width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.relu(self.bn2(self.conv2(out)))
-        out = self.bn3(self.conv3(out))
-        out += x if self.downsample is None else self.downsample(x)
-        return self.relu(out)
-
-
-def resnet101() -> nn.Module:
-    """Build ResNet-101 for a thousand classes."""
-    blocks: list[nn.Module] = []
-    features = 64
-    for width, depth, stride in ((64, 3, 1), (128, 4, 2), (256, 23, 2), (512, 3, 2)):
-        for i in range(depth):
-            blocks.append(Bottleneck(features, width, stride if i == 0 else 1))
-            features = 4 * width
-    return nn.Sequential(
-        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
-        nn.BatchNorm2d(64),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(3, 2, 1),
-        *blocks,
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(features, 1000),
-    )
-
-
 # --- nanochat ---------------------------------------------------------------------------------------------
 
 

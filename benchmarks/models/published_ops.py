@@ -203,9 +203,7 @@ Make = Callable[[int, Config, str], "OpCase"]
 CASES: dict[str, Make] = {}
 
 
-def _case(
-    *names: str,
-) -> Callable[[Make], Make]:
+def _case(*names: str) -> Callable[[Make], Make]:
     def register(make: Make) -> Make:
         CASES.update(dict.fromkeys(names, make))
         return make
@@ -315,27 +313,20 @@ def _jsd(size: int, config: Config, metric: str) -> OpCase:
 
 
 @_case("layer_norm")
-def _layer_norm(width: int, config: Config, metric: str) -> OpCase:
+def _layer_norm(
+    width: int, config: Config, metric: str, make: Callable[[int], nn.Module] = nn.LayerNorm
+) -> OpCase:
     return OpCase(
         lambda c: c.modules["norm"](c.leaves["x"]),
         leaves={"x": torch.empty(config["M"], width, dtype=_dtype(config))},
-        modules={"norm": nn.LayerNorm(width)},
-        idle={"liger": nn.LayerNorm(width)},
+        modules={"norm": make(width)},
+        idle={"liger": make(width)},
         grad_to_none=("x",),
         gradient="drawn",
     )
 
 
-@_case("rms_norm")
-def _rms_norm(width: int, config: Config, metric: str) -> OpCase:
-    return OpCase(
-        lambda c: c.modules["norm"](c.leaves["x"]),
-        leaves={"x": torch.empty(config["M"], width, dtype=_dtype(config))},
-        modules={"norm": LlamaRMSNorm(width)},
-        idle={"liger": LlamaRMSNorm(width)},
-        grad_to_none=("x",),
-        gradient="drawn",
-    )
+CASES["rms_norm"] = functools.partial(_layer_norm, make=LlamaRMSNorm)
 
 
 @_case("megatron_swiglu")
@@ -355,29 +346,24 @@ def _megatron_swiglu(inner: int, config: Config, metric: str) -> OpCase:
     )
 
 
-@_case("relu_squared")
-def _relu_squared(width: int, config: Config, metric: str) -> OpCase:
-    return OpCase(
-        lambda c: torch.square(F.relu(c.leaves["x"])),
-        leaves={"x": torch.empty(_rows_of(width, config, metric), dtype=_dtype(config))},
-        grad_to_none=("x",),
-        gradient="drawn" if metric == "speed" else "ones in full",
-    )
-
-
-def _rows_of(width: int, config: Config, metric: str) -> tuple[int, ...]:
-    """Return the shape of an input. Where these scripts measure peaks, it is a single row."""
-    return (config["M"], width) if metric == "speed" else (width,)
-
-
 @_case("softmax")
-def _softmax(width: int, config: Config, metric: str) -> OpCase:
+def _elementwise(
+    width: int,
+    config: Config,
+    metric: str,
+    op: Callable[[torch.Tensor], torch.Tensor] = lambda x: torch.softmax(x, -1),
+) -> OpCase:
+    """Run an op of one tensor. Where these scripts measure peaks, it is a single row."""
+    shape = (config["M"], width) if metric == "speed" else (width,)
     return OpCase(
-        lambda c: torch.softmax(c.leaves["x"], -1),
-        leaves={"x": torch.empty(_rows_of(width, config, metric), dtype=_dtype(config))},
+        lambda c: op(c.leaves["x"]),
+        leaves={"x": torch.empty(shape, dtype=_dtype(config))},
         grad_to_none=("x",),
         gradient="drawn" if metric == "speed" else "ones in full",
     )
+
+
+CASES["relu_squared"] = functools.partial(_elementwise, op=lambda x: torch.square(F.relu(x)))
 
 
 @_case("swiglu", "tiled_swiglu")

@@ -3,11 +3,19 @@
 Written down from its code of January 2026: experts, head, loss, adapters and calls of ``fully_shard``. A step adds up
 two micro-batches. As many tokens go to each expert. Of the loss of reinforcement learning only the mean is here: its
 other ops read and make a number for each token. Attention is that of transformers; flash attention saves as much. On an
-H100, FlashAttention-3 ran, for which cuDNN's stands here. Offloading has no stream of its own (``use_streams`` is off
-in ``act_offloading.py``).
+H100, FlashAttention-3 ran, whose rates cuDNN's attention has here. Offloading has no stream of its own (``use_streams``
+is off in ``act_offloading.py``).
+
+Layers of Qwen3-0.6B were to be compiled, and were not: flash attention of transformers 4.56.1 asks the GPU whether
+positions are packed (``_is_packed_sequence``), Dynamo cannot trace that within a checkpoint, and then runs all of the
+checkpoint in eager mode (``torch/utils/checkpoint.py``). Each micro-batch ends with ``loss.item()``.
 
 Up to June 2026 the trainer of reinforcement learning looked for the ends of responses token by token, and asked the GPU
 for a value at each (``get_response_lengths`` in ``trainer/utils.py``, gone with #2723).
+
+Layers are checkpointed as there, by PyTorch's ``checkpoint_wrapper``, and recorded with it. It runs a layer again at
+once, while variables of its code hold tensors that the backward pass does not need, so the backward pass finds holes
+in the allocator's segments that are too small for what it asks: 1.3 GiB of 31.6 with adapters on the experts.
 
 With ``lora``, each layer has four adapters, of which fake data uses the first. No run is ever made there that would own
 an optimizer, so that gradients stay and nothing is updated (``optim.py``, ``runs.py``).
@@ -15,19 +23,23 @@ an optimizer, so that gradients stay and nothing is updated (``optim.py``, ``run
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import sacplan
 from benchmarks.harness.played import Loop
 from benchmarks.harness.results import GIB
+from benchmarks.models.cases import published_config
 from benchmarks.models.published_step import (
     COMPILE,
+    MIXED,
     Built,
     Point,
     Step,
@@ -36,6 +48,7 @@ from benchmarks.models.published_step import (
     offloading_policy,
 )
 from sacplan.core.program import Program
+from sacplan.device.devices import DeviceSpec, resolve_device
 
 _LAYERS = "model.layers.*"
 _CHUNK = 2048
@@ -92,12 +105,21 @@ class _Experts(nn.Module):
         self.adapters = nn.ModuleDict({name: _Adapters(weight, rank) for name, weight in weights})
         self.chosen = chosen
 
-    def _product(self, rows: torch.Tensor, name: str, ends: torch.Tensor) -> torch.Tensor:
-        out = _grouped(rows, ends, getattr(self, name))
-        if name in self.adapters:
-            own = self.adapters[name]
-            out = out + 2.0 * _grouped(rows, ends, own.a[0], own.b[0])
-        return out
+    def _product(self, rows: torch.Tensor, name: str, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the rows times a weight; with adapters, before it what the code of prime-rl has in variables."""
+        base = _grouped(rows, ends, getattr(self, name))
+        if name not in self.adapters:
+            return (base,)
+        own = self.adapters[name]
+        added = _grouped(rows, ends, own.a[0], own.b[0])
+        return base, added, base + 2.0 * added
+
+    def _run(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        gate = self._product(rows, "w1", ends)
+        up = self._product(rows, "w3", ends)
+        hidden = F.silu(gate[-1]) * up[-1]
+        down = self._product(hidden, "w2", ends)
+        return down[-1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.view(-1, x.shape[-1])
@@ -109,9 +131,7 @@ class _Experts(nn.Module):
         index = (order // self.chosen).reshape(-1, 1).expand(-1, x.shape[-1])
         rows = torch.gather(tokens, dim=0, index=index)
         ends = torch.cumsum(counts, dim=0, dtype=torch.int32)
-        hidden = F.silu(self._product(rows, "w1", ends))
-        hidden = hidden * self._product(rows, "w3", ends)
-        out = self._product(hidden, "w2", ends)
+        out = self._run(rows, ends)
         out = (out.float() * scores.reshape(-1, 1)).to(x.dtype)
         return torch.zeros_like(tokens).scatter_add(dim=0, index=index, src=out).reshape(x.shape)
 
@@ -187,26 +207,8 @@ def _adapt(model: _Qwen3, rank: int, grouped: bool) -> None:
         parameter.requires_grad_("adapters" in name)
 
 
-def _qwen3_06b() -> Any:
-    import transformers
-
-    return transformers.Qwen3Config(
-        vocab_size=151936, hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-        head_dim=128, intermediate_size=3072, tie_word_embeddings=True, use_cache=False,
-    )  # fmt: skip
-
-
-def _qwen3_moe(width: int, layers: int, heads: int, hidden: int) -> Any:
-    import transformers
-
-    return transformers.Qwen3MoeConfig(
-        vocab_size=151936, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=4, head_dim=128, moe_intermediate_size=hidden, num_experts=128, num_experts_per_tok=8,
-        norm_topk_prob=True, use_cache=False,
-    )  # fmt: skip
-
-
-_qwen3_30b = functools.partial(_qwen3_moe, 2048, 48, 32, 768)
+_qwen3_06b = functools.partial(published_config, "Qwen/Qwen3-0.6B")
+_qwen3_30b = functools.partial(published_config, "Qwen/Qwen3-30B-A3B")
 
 
 def _build(
@@ -260,25 +262,42 @@ def _clipped(parameters: Any) -> torch.optim.Optimizer:
 
 
 def _fully_sharded(model: Any) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     tied = model.lm_head.weight is model.model.embed_tokens.weight
     for module in (*model.model.layers, *([] if tied else [model.model.embed_tokens])):
-        fully_shard(module, mp_policy=policy)
+        fully_shard(module, mp_policy=MIXED)
     if not tied:
-        fully_shard([model.lm_head, model.model.norm], mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mp_policy=policy)
+        fully_shard([model.lm_head, model.model.norm], mp_policy=MIXED, reshard_after_forward=False)
+    fully_shard(model, mp_policy=MIXED)
+
+
+def _flash_attention_3(device: str) -> DeviceSpec:
+    """Return a device on which cuDNN's attention is as fast as FlashAttention-3, where it runs.
+
+    Its paper (Shah et al., 2024), figures 5 and 6: with heads of 128, 648 and 561 TFLOP/s on an H100.
+    """
+    spec = resolve_device(device)
+    reached = 1e-12 * spec.flops["bfloat16"] * spec.compute_efficiency
+    if spec.capability != (9, 0):
+        return spec
+    rates = {"cudnn_attention": 648 / reached, "cudnn_attention_backward": 561 / reached}
+    return dataclasses.replace(spec, rates=dataclasses.replace(spec.kernel_rates, **rates))
+
+
+def _checkpointed(model: Any) -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for name, layer in model.model.layers.named_children():
+        model.model.layers.register_module(name, checkpoint_wrapper(layer, preserve_rng_state=False))
+    _fully_sharded(model)
 
 
 def _step(config: Callable[[], Any], head: type[nn.Linear], length: int, device: str, **changes: Any) -> Step:
     made: dict[str, Any] = {
         "build": functools.partial(_build, config, head, length),
         "points": (Point(unit=GIB, figure="reserved_expandable"),),
-        "device": device,
-        "plan": lambda profile: sacplan.policy("full", profile=profile, layers=_LAYERS),
+        "device": _flash_attention_3(device),
         "loop": Loop(held=_last_logits) if head is nn.Linear else Loop(),
-        "spread": _fully_sharded,
+        "spread": _checkpointed,
         "ranks": 1 if config is _qwen3_06b else 8,
         "missing": COMPILE,
         "asks": 0 if head is nn.Linear else 2 * (length - 1),
@@ -294,16 +313,19 @@ def _micro_batch(config: Callable[[], Any], length: int, device: str, rank: int 
 
 
 def prime_rl(row: Mapping[str, Any]) -> Step:
-    """Return the step of a row that is a time."""
+    """Return the step of a row that is a time: ids, positions, targets and a mask are copied for each token."""
     setting = row["setting"]
     head = nn.Linear if setting["trainer"] == "sft" else _LogProbs
+    tokens = 2 * setting["seq"]
     return _step(
         _qwen3_06b, head, setting["seq"], row["device"],
-        points=(), compiled=[_LAYERS], missing="", samples=2 * setting["seq"], group="prime-rl, Qwen3-0.6B",
+        points=(), missing="", samples=tokens, pageable_bytes=25 * tokens, group="prime-rl, Qwen3-0.6B",
+        spread=_fully_sharded, plan=lambda profile: sacplan.policy("full", profile=profile, layers=_LAYERS),
     )  # fmt: skip
 
 
 _OFFLOADING: dict[str, Any] = {
+    "spread": _fully_sharded,
     "plan": functools.partial(offloading_policy, layers=_LAYERS, stash=0, ahead=0),
     "one_stream": True,
 }
@@ -313,6 +335,9 @@ PRIME_RL: dict[str, Step] = {
     "prime-rl-rl-Qwen3-30B-A3B-16384-8xH200": _step(_qwen3_30b, _LogProbs, 16384, "h200"),
     "prime-rl-rl-Qwen3-30B-A3B-65536-8xH200": _step(_qwen3_30b, _LogProbs, 65536, "h200"),
     "prime-rl-rl-Qwen3-30B-A3B-16384-r16-8xH100": _micro_batch(_qwen3_30b, 16384, "h100", 16),
+    "prime-rl-rl-Qwen3-30B-A3B-16384-r16-8xH200": _micro_batch(_qwen3_30b, 16384, "h200", 16),
+    "prime-rl-rl-Qwen3-30B-A3B-65536-r16-8xH100": _micro_batch(_qwen3_30b, 65536, "h100", 16),
+    "prime-rl-rl-Qwen3-30B-A3B-65536-r16-8xH200": _micro_batch(_qwen3_30b, 65536, "h200", 16),
     "prime-rl-sft-Qwen3-0.6B-8192": _step(_qwen3_06b, nn.Linear, 8192, "h100"),
     "prime-rl-sft-Qwen3-0.6B-16384": _step(_qwen3_06b, nn.Linear, 16384, "h100"),
     "prime-rl-sft-Qwen3-0.6B-8192-a6000": _step(_qwen3_06b, nn.Linear, 8192, "rtx-a6000"),

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
@@ -23,6 +24,9 @@ from sacplan.core.decisions import Offload, SeenTensor, Site
 from sacplan.core.program import CallSite, Program, StorageKind
 from sacplan.device.devices import DeviceSpec, resolve_device
 from sacplan.techniques.offload.sites import place_of, sites_of, weight_of, weights_asked_for
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+"""Parameters in float32, computing in bfloat16 and reducing in float32."""
 
 Figure = Literal["allocated", "active", "reserved", "reserved_expandable", "end"]
 Kind = Literal["known", "assumed", "compiled"]
@@ -74,21 +78,6 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fsdp:
-    """``fully_shard`` with parameters in float32, computing in bfloat16 and reducing in float32.
-
-    Attributes:
-        mixed: whether there is such a policy; without, parameters keep their types.
-        offload: whether shards are on the host.
-    """
-
-    ranks: int
-    units: tuple[str, ...]
-    mixed: bool = True
-    offload: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A published step.
 
@@ -112,9 +101,7 @@ class Step:
         asks: values that its loop asks the GPU for one after the other, beside the model.
         group: the class of steps that its time belongs to, in the table of times; empty: none.
         assumed: whether what is not known decides the figure.
-        unknown: what is not known of the setting.
         missing: what the step had that the prediction has not.
-        other_card: how the card of the predicted times differs from the one that was measured.
     """
 
     build: Callable[[], Built]
@@ -123,7 +110,7 @@ class Step:
     workspace_bytes: int | None = None
     plan: Callable[[sacplan.Profile], sacplan.Plan] | None = None
     loop: Loop = dataclasses.field(default_factory=Loop)
-    fsdp: Fsdp | None = None
+    fsdp: sacplan.FSDP2 | None = None
     spread: Callable[[Any], None] | None = None
     ranks: int = 1
     around: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -137,9 +124,7 @@ class Step:
     asks: int = 0
     group: str = ""
     assumed: bool = False
-    unknown: str = ""
     missing: str = ""
-    other_card: str = ""
 
     @property
     def kind(self) -> Kind:
@@ -167,22 +152,12 @@ class Step:
             else:
                 options["device"] = spec
             if self.fsdp is not None:
-                options |= _fsdp_options(self.fsdp)
+                options["ranks"] = self.fsdp
             profile = sacplan.profile(built.model, built.batch, built.loss_fn, built.optimizer, **options)
             plan = None if self.plan is None else self.plan(profile)
             if plan is not None and profile.runs_compiled:
                 return profile.run_with(plan), None
         return profile, plan
-
-
-def _fsdp_options(fsdp: Fsdp) -> dict[str, Any]:
-    """Return the options of ``sacplan.profile`` for FSDP2 with mixed precision."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy() if fsdp.offload else None
-    mixed = policy if fsdp.mixed else None
-    return {"ranks": sacplan.FSDP2(fsdp.ranks, fsdp.units, mp_policy=mixed, offload_policy=offload)}
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
@@ -196,10 +171,6 @@ def single_adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def foreach_adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, foreach=True)
-
-
-def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, fused=True)
 
 
 def step_in_backward(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer]) -> None:

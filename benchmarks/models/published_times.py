@@ -22,7 +22,7 @@ import sacplan
 from benchmarks.harness.results import ROOT
 from benchmarks.models import published_networks as networks
 from benchmarks.models.published_prime_rl import prime_rl
-from benchmarks.models.published_step import Built, Fsdp, Point, Step, empty, foreach_adamw
+from benchmarks.models.published_step import MIXED, Built, Point, Step, empty, foreach_adamw
 from sacplan.device.devices import DeviceSpec, resolve_device
 
 DATA = ROOT / "benchmarks" / "data" / "steps.jsonl"
@@ -129,7 +129,6 @@ def _examples(row: Mapping[str, Any]) -> Step:
         device="a100-80gb",
         samples=batch,
         group="vision training on an A100",
-        unknown="the batch",
     )
 
 
@@ -177,12 +176,11 @@ def _foundry(row: Mapping[str, Any]) -> Step:
         build=functools.partial(_mpt, setting),
         points=(),
         device=_triton_attention(resolve_device("a100-80gb")),
-        fsdp=Fsdp(ranks=setting["gpus"], units=("blocks.*", "")),
+        fsdp=sacplan.FSDP2(setting["gpus"], ("blocks.*", ""), mp_policy=MIXED),
         plan=None if setting["checkpointing"] == "none" else _blocks_policy,
         samples=setting["microbatch"] * setting["seq"] * setting["accumulation"],
         accumulation=setting["accumulation"],
         group="MPT, FSDP, " + ("up to 4,096 tokens" if setting["seq"] <= 4096 else "longer"),
-        unknown="FSDP1, predicted as FSDP2; the loss was fused",
     )
 
 
@@ -223,7 +221,6 @@ def _fms(row: Mapping[str, Any]) -> Step:
         samples=batch * 4096 if rate else 0,
         group="Mistral-7B, checkpointed" if rate else "",
         assumed=lora,
-        unknown="rank and layers of the adapters" if lora else "",
     )
 
 
@@ -241,7 +238,7 @@ def _t5(row: Mapping[str, Any]) -> Step:
         adam = functools.partial(torch.optim.AdamW, foreach=False)
         return Built(model=model, batch=batch, loss_fn=lambda m, b: m(**b).loss, optimizer=adam)
 
-    return Step(build=build, points=(), device="rtx-3090", samples=1, group="small steps", unknown="lengths")
+    return Step(build=build, points=(), device="rtx-3090", samples=1, group="small steps")
 
 
 _MAKERS = {

@@ -1,8 +1,7 @@
 """Published steps of torchtitan that combine kinds of parallelism, recorded from torchtitan's own code, unchanged.
 
 To run them, ``pip install --no-deps torchtitan==0.1.0`` and what it imports: torchdata, tyro, tiktoken, tensorboard.
-The release is the first one after the figures of December 2024. What is left out of its code is checkpointing, for
-which there is a plan.
+The release is the first one after the figures of December 2024.
 """
 
 from __future__ import annotations
@@ -20,29 +19,23 @@ from torch import nn
 
 from benchmarks.harness.results import GIB
 from benchmarks.models.published_language import (
-    AS_DEFAULT,
-    AS_EXPANDABLE,
     BOTH,
-    EITHER,
-    FITTED,
     H100_96GB,
-    SEGMENTS,
     titan_loss,
 )
 from benchmarks.models.published_step import (
     COMPILE,
-    LAYERS,
     Built,
     Point,
     Step,
     empty,
     foreach_adamw,
-    full_policy,
 )
 
 
 def _llama(
-    name: str, length: int, rows: int, dp: int, cp: int = 1, tp: int = 1, schedule: str = "", **changes: Any
+    name: str, length: int, rows: int, dp: int, cp: int = 1, tp: int = 1, schedule: str = "",
+    checkpointing: str = "full", **changes: Any,
 ) -> Step:  # fmt: skip
     """Return a step of a Llama on a mesh, by default one of Tables 2, 4, 5 and 6 of December 2024.
 
@@ -94,7 +87,7 @@ def _llama(
         dims = made.dims = ParallelDims(1, dp, cp, tp, pp, dp * cp * tp * pp, True)
         made.mesh = dims.build_mesh("cuda")
         config = JobConfig()
-        config.activation_checkpoint.mode = "none"
+        config.activation_checkpoint.mode = checkpointing
         if not schedule:
             parallelize_llama(model, made.mesh, dims, config)
             return
@@ -105,10 +98,8 @@ def _llama(
         model.extend(made.parts)
 
     default: dict[str, Any] = {
-        "plan": functools.partial(full_policy, layers=f"*.{LAYERS}") if schedule else full_policy,
         "missing": f"{_ALSO}, asynchronous tensor parallelism" if schedule else _ALSO,
         "points": BOTH,
-        "unknown": AS_EXPANDABLE,
     }
     asked, ranks = default | changes, dp * cp * tp * pp
     return Step(build=build, device=H100_96GB, spread=spread, ranks=ranks, around=around, **asked)
@@ -134,21 +125,21 @@ def _pipeline(made: SimpleNamespace, config: Any, sent: tuple[int, int]) -> tupl
 
 
 _ALSO = f"{COMPILE}, float8"
-_405b = functools.partial(
-    _llama, "405B", tp=8, schedule="1F1B", unknown=f"{EITHER}. The first rank is predicted"
-)
+_405b = functools.partial(_llama, "405B", tp=8, schedule="1F1B")
 TORCHTITAN: dict[str, Step] = {
     "titan2412-8gpu-32768": _llama("8B", 32768, 1, 8),
     "titan2412-8gpu-65536-CP2": _llama("8B", 65536, 1, 4, cp=2),
     "titan2412-8gpu-131072-CP4": _llama("8B", 131072, 1, 2, cp=4),
     "titan2412-8gpu-262144-CP8": _llama("8B", 262144, 1, 1, cp=8),
-    "titan2412-256gpu-70B-TP8": _llama("70B", 8192, 16, 32, tp=8, unknown=AS_DEFAULT),
+    "titan2412-256gpu-70B-TP8": _llama("70B", 8192, 16, 32, tp=8),
     "titan2412-512gpu-405B-1F1B": _405b(8192, 32, 8),
     "titan2412-512gpu-405B-Interleaved1F1B": _405b(8192, 32, 8, schedule="Interleaved1F1B"),
     "titan2412-512gpu-405B-32768": _405b(32768, 8, 8),
+    "titan2412-512gpu-405B-65536-CP2": _405b(65536, 8, 4, cp=2),
+    "titan2412-512gpu-405B-131072-CP4": _405b(131072, 8, 2, cp=4),
+    "titan2412-512gpu-405B-262144-CP8": _405b(262144, 8, 1, cp=8),
     "titan2570-graphsac": _llama(
-        "8B", 8192, 1, 4, tp=2, plan=None, assumed=True, missing="", samples=4096, other_card=FITTED,
+        "8B", 8192, 1, 4, tp=2, checkpointing="none", assumed=True, missing="", samples=4096,
         points=(Point(part=("no AC",), unit=GIB, figure="reserved_expandable"),),
-        unknown=f"{SEGMENTS}; sequence and batch, of which it is said that they are the default, are 8192 and 1",
     ),
 }  # fmt: skip

@@ -13,6 +13,7 @@ from torch import nn
 import sacplan
 from benchmarks.harness.results import MIB
 from benchmarks.models import published_networks as networks
+from benchmarks.models.cases import fused_adamw
 from benchmarks.models.published_step import (
     COMPILE,
     GB,
@@ -21,11 +22,11 @@ from benchmarks.models.published_step import (
     Step,
     empty,
     foreach_adamw,
-    fused_adamw,
     step_in_backward,
 )
 from sacplan.profiling.optimizer_table import AdamW8bitSizes
 from sacplan.record.host_state import CPUOffloadSizes
+from tests.zoo.convnets import Bottleneck, ResNet
 
 # --- vision -----------------------------------------------------------------------------------------------
 
@@ -84,7 +85,7 @@ def _vit_l_in_backward() -> Built:
 
 def _resnet101() -> Built:
     with torch.device("meta"):
-        model = networks.resnet101()
+        model = ResNet(Bottleneck, (3, 4, 23, 3), inplace=True, classes=1000)
     return _images(model, 16, 1000, foreach_adamw, autocast=True)
 
 
@@ -111,14 +112,11 @@ VISION: dict[str, Step] = {
         ),
         device="a100-80gb",
         assumed=True,
-        unknown="the card; the figures have one digit",
     ),
     "flashoptim-resnet101": Step(
         build=_resnet101,
         points=(Point(part=("peak",), unit=MIB),),
         device="h100",
         assumed=True,
-        unknown="types: with bfloat16 autocast, as predicted here; float32 would be 2,562 MiB and a model in bfloat16 "
-        "1,327 MiB; cuDNN's workspaces",
     ),
 }

@@ -43,7 +43,6 @@ HEAD_DIM = WIDTH // HEADS_COUNT
 LAYERS = 2
 VOCABULARY = 512
 IMAGE = 64
-PATCH = 8
 MELS = 16
 FRAMES = 64
 SAMPLES = 6400
@@ -144,60 +143,23 @@ def _rope(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-RULES: tuple[tuple[str, Any], ...] = (
-    # tokens
-    (r"pad_token_id|pad_index", 0),
-    (r"bos_token_id|bos_index|cls_token_id|forced_bos_token_id", 1),
-    (r"eos_token_id|eos_index|sep_token_id|forced_eos_token_id", 2),
-    (r"decoder_start_token_id", 1),
-    (r"image_token_(id|index)|media_token_(id|index)|mask_token_id|mask_index", 3),
-    (r"video_token_(id|index)", 4),
-    (r"audio_token_(id|index)", 5),
-    (r"\w*(vision|image|boi)\w*_token_(id|index)", 6),
-    (r"\w+_token_(id|index)", 7),
-    (r"type_vocab_sizes?|n_langs", None),
-    (r"\w*vocab_size\w*|num_embeddings", VOCABULARY),
-    # depths
-    (r"(\w+_)?(n|num)_(hidden_|encoder_|decoder_|attention_)?layers?|num_blocks|(\w+_)?depth|\w+_layers|layers",
-     _at_most(LAYERS)),
-    (r"depths|layers_per_stage|stage_num_blocks|num_block_repeats|stage_layers", _at_most(1)),
-    (r"deepstack_visual_indexes|fullatt_block_indexes|global_attn_index(e|ice)s", lambda v: type(v)([1])),
-    (r"first_k_dense_replace|num_dense_layers", _at_most(1)),
-    # heads
-    (r"(\w+_)?num_key_value_heads|num_kv_heads|n_head_kv", _at_most(2)),
-    (r"(\w+_)?(num_attention_heads|attention_heads|num_heads|n_heads?|heads)", _heads),
-    (r"qk_(rope|nope)_head_dim", HEAD_DIM // 2),
-    (r"(\w+_)?head_dim|d_kv|d_head|rotary_dim", HEAD_DIM),
-    (r"(q|kv)_lora_rank", 32),
-    (r"rope_parameters|rope_scaling", _rope),
-    # experts
-    (r"num_experts_per_tok(en)?|top_?k_experts|moe_k|moe_top_?k|experts_per_token", _at_most(2)),
-    (r"(num|n)_(local_|routed_)?experts|moe_num_experts", _at_most(4)),
-    (r"n_group|topk_group", 1),
-    (r"(\w+_)?expert_capacity", LENGTH),
-    # positions, images, sound
-    (r"(\w+_)?max_position_embeddings|n_positions|max_seq_len|max_sequence_length|max_(source|target)_positions",
-     _at_most(512)),
-    (r"image_size", _all(IMAGE)),
-    (r"patch_size", _at_most(PATCH)),
-    (r"image_grid_pinpoints", [[IMAGE, IMAGE]]),
-    (r"mm_tokens_per_image|image_seq_length", (IMAGE // PATCH // 2) ** 2),
-    (r"num_mel_bins|feature_size", MELS),
-    (r"mask_(time|feature)_length", 2),
-    (r"num_frames", _at_most(4)),
-    (r"num_queries|num_detection_tokens|num_labels|num_latents", _at_most(20)),
-    (r"sliding_window|local_attention|attention_window", _at_most(16)),
-    # widths
-    (r"coordinate_size", 10),
-    (r"shape_size", 12),
-    (r"num_pos_feats", WIDTH // 2),
-    (r"intermediate_size|\w*_intermediate_size|\w*ffn_dim|ffn_hidden_size|d_ff|d_inner|n_inner|mlp_dim|dim_feedforward"
-     r"|\w+_feedforward_dim|\w*ffn_hidden_dim", _at_most(2 * WIDTH)),
-    (r"hidden_sizes|neck_hidden_sizes|(encoder|decoder)_in_channels|embed_dims?|embedding_dims?|conv_dim"
-     r"|encoder_hidden_sizes|(\w+_)?(hidden_size|hidden_dim|d_model|n_embd|projection_dim|embed_dim|embedding_size"
-     r"|output_dim|out_hidden_size|proj_dim|channels|out_channels|width|dim|mask_feature_size|latent_dim|proj_size)"
-     r"|upsample_groups|d_latents", _widths),
-)  # fmt: skip
+_KINDS: dict[str, Callable[[Any], Rule]] = {
+    "at_most": _at_most,
+    "all": _all,
+    "each": lambda value: lambda default: type(default)([value]),
+    "heads": lambda _: _heads,
+    "widths": lambda _: _widths,
+    "rope": lambda _: _rope,
+}
+
+
+def _made_rule(said: Any) -> Any:
+    (kind, value), *_ = said.items() if isinstance(said, dict) else [("", said)]
+    return _KINDS[kind](value) if kind else said
+
+
+_TABLE = json.loads((ROOT / "benchmarks" / "data" / "small_configs.json").read_text(encoding="utf-8"))
+RULES: list[tuple[str, Any]] = [(pattern, _made_rule(said)) for pattern, said in _TABLE["rules"]]
 """Name of a field (a pattern that is its whole name) and what it becomes: a value, or a function of the default.
 
 The first pattern that fits counts; None leaves the field. A field whose default is None is left as well: the config
@@ -283,7 +245,6 @@ def _resnet() -> PretrainedConfig:
 
 
 _OWN_BACKBONE = {"backbone_config": _resnet, "use_timm_backbone": False, "backbone": None}
-_TABLE = json.loads((ROOT / "benchmarks" / "data" / "small_configs.json").read_text(encoding="utf-8"))
 OVERRIDES: dict[str, dict[str, Any]] = _TABLE["overrides"] | dict.fromkeys(
     ("detr", "conditional_detr", "dab-detr", "deformable_detr", "table-transformer"), _OWN_BACKBONE
 )

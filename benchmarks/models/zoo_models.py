@@ -304,27 +304,7 @@ def _torch_geometric() -> dict[str, Builder]:
         "PNA", aggregators=["mean", "max", "std"], scalers=["identity", "amplification"],
         deg=torch.tensor([0, 20, 40, 60, 40, 30, 10]),
     )  # fmt: skip
-    found |= {
-        name: layers(name, **more)
-        for name, more in {
-            "GATv2Conv": {"heads": 2},
-            "SuperGATConv": {"heads": 2},
-            "TransformerConv": {"heads": 2},
-            "ChebConv": {"K": 3},
-            "GraphConv": {},
-            "TAGConv": {},
-            "ARMAConv": {},
-            "SGConv": {},
-            "LEConv": {},
-            "MFConv": {},
-            "ClusterGCNConv": {},
-            "GENConv": {},
-            "ResGatedGraphConv": {},
-            "FiLMConv": {},
-            "GeneralConv": {},
-            "FeaStConv": {},
-        }.items()
-    }
+    found |= {name: layers(name, **more) for name, more in _TABLE["torch_geometric"].items()}
     return found | {
         "GPSConv": _gps, "HGTConv": _hgt, "RGCNConv": _rgcn, "SchNet": _schnet, "DeepGraphInfomax": _infomax,
         "GAE": _gae,

@@ -95,22 +95,12 @@ def op_bytes(call: Call) -> int:
 # Time
 
 
-def tf32_allowed() -> bool:
-    """Whether float32 matrix products may run as TF32, by torch's switches."""
+def tf32_allowed(backend: Any = torch.backends.cuda.matmul) -> bool:
+    """Whether float32 matrix products, or convolutions with ``torch.backends.cudnn``, may run as TF32."""
     try:
-        if torch.get_float32_matmul_precision() != "highest":
-            return True
-        return bool(torch.backends.cuda.matmul.allow_tf32)
+        return bool(backend.allow_tf32)
     except RuntimeError:  # old and new switches mixed: torch refuses to say
-        return getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee") == "tf32"
-
-
-def _conv_tf32_allowed() -> bool:
-    """Convolutions have a switch of their own, which is on by default."""
-    try:
-        return bool(torch.backends.cudnn.allow_tf32)
-    except RuntimeError:
-        return getattr(torch.backends.cudnn, "fp32_precision", "tf32") == "tf32"
+        return bool(backend.fp32_precision == "tf32")
 
 
 def _matrix_dtype(call: Call) -> torch.dtype:
@@ -135,7 +125,7 @@ class CostModel:
     def __init__(self, spec: DeviceSpec, *, tf32: bool | None = None) -> None:
         self.spec = spec
         self._tf32 = tf32_allowed() if tf32 is None else tf32
-        self._conv_tf32 = _conv_tf32_allowed() if tf32 is None else tf32
+        self._conv_tf32 = tf32_allowed(torch.backends.cudnn) if tf32 is None else tf32
         self._known: dict[Any, tuple[int, float]] = {}
         # For each kind, how many of what it waits for are done in a millisecond.
         self._speeds = _speeds(spec) if spec.kind == "cuda" else {}
@@ -146,13 +136,7 @@ class CostModel:
         if is_free(func):
             return 0, 0.0
         # The output is in the key: where its size depends on data, equal arguments may give another one.
-        key = (
-            func,
-            signature(args),
-            signature(kwargs) if kwargs else None,
-            signature(call.returned),
-            _repeats(args),
-        )
+        key = func, signature(args), signature(kwargs), signature(call.returned), _repeats(args)
         try:
             known = self._known.get(key)
         except TypeError:  # an unhashable argument: a symbolic size, a generator's state

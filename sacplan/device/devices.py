@@ -110,8 +110,8 @@ class DeviceSpec:
     host_memory_bytes: int = None  # type: ignore[assignment]
     """The memory of the host, as one device's share of it. If it is left out: as above, else 64 GiB."""
     host_bandwidth_bytes_per_s: float = None  # type: ignore[assignment]
-    """What the memory of one of the host's processors moves, at which an optimizer on the host updates. If it is left
-    out: as above, else 100 GB/s."""
+    """What the memory of one of the host's processors moves, at which an optimizer on the host updates. Up to four
+    devices share it. If it is left out: as above, else 100 GB/s."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -146,6 +146,10 @@ class DeviceSpec:
         if self.kind == "cuda" and self.rates is None:
             bytes_per_cycle = self.bandwidth_bytes_per_s / self.cycles_per_s
             object.__setattr__(self, "rates", default_rates(self.capability, bytes_per_cycle))
+
+    def sharers(self, n: int) -> int:
+        """Return how many of ``n`` ranks share a processor of their host: a node of eight has two processors."""
+        return min(n, self.ranks_per_node, 4)
 
     @property
     def kernel_rates(self) -> KernelRates:

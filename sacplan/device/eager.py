@@ -45,15 +45,21 @@ _ASKS = {name.replace("::", ".") for name in aten_names("_local_scalar_dense non
 """Ops that hand a value or a size to the CPU, which waits until the GPU has it."""
 
 
-def eager_ms(program: Program, *, without: Phase | None = None, waited: bool = False) -> float:
+def eager_ms(
+    program: Program, *, without: Phase | None = None, waited: bool = False, checkpointed: bool = False
+) -> float:
     """Return the time of a step in ms, of many in a row.
 
-    ``without``: a phase that is left out, as the optimizer's is in all micro-steps but one. ``waited``: whether the
-    loop waits for the GPU between steps.
+    Args:
+        program: the step.
+        without: a phase that is left out, as the optimizer's is in all micro-steps but one.
+        waited: whether the loop waits for the GPU between steps.
+        checkpointed: whether ``torch.utils.checkpoint`` runs ops again, as a forward pass does, and no plan.
     """
     ops = (program.ops[arg] for code, arg in program.events if code == Event.OP)
     ran = [op for op in ops if op.phase != without]
-    watched_us = WATCHED_US if any(op.recomputes >= 0 for op in ran) else 0.0
+    is_planned = not checkpointed and any(op.recomputes >= 0 for op in ran)
+    watched_us, again_us = (WATCHED_US, RECOMPUTED_US) if is_planned else (0.0, FORWARD_US)
     share = 1e-3 if any(op.phase == Phase.BACKWARD for op in ran) else 1e-3 * WITHOUT_AUTOGRAD
     issued = done = before = 0.0
     for _ in range(2):  # the second step begins as the CPU does while the GPU is in the first
@@ -61,13 +67,13 @@ def eager_ms(program: Program, *, without: Phase | None = None, waited: bool = F
         for op in ran:
             if op.name.rpartition(".")[0] in _ASKS or (waited and op is ran[0]):
                 issued = done = max(issued, done)
-            issued += op.runs * share * _issue_us(op, watched_us)
+            issued += op.runs * share * _issue_us(op, watched_us, again_us)
             if op.time_ms:
                 done = max(done + op.time_ms, issued + op.time_ms / op.runs)
     return done - before
 
 
-def _issue_us(op: Op, watched_us: float) -> float:
+def _issue_us(op: Op, watched_us: float, again_us: float) -> float:
     """Return what the CPU needs for an op; 0.0 if the GPU has nothing to do for it, or waits for another stream.
 
     The time of a collective is only what the GPU waits for it.
@@ -75,7 +81,7 @@ def _issue_us(op: Op, watched_us: float) -> float:
     if op.name.startswith("sacplan.") or not (op.time_ms or op.name.startswith("c10d.")):
         return 0.0
     if op.recomputes >= 0:
-        return RECOMPUTED_US
+        return again_us
     if op.name.startswith("aten._foreach"):
         return FOREACH_US * len(op.inputs)
     of_phase = FORWARD_US + watched_us if op.phase == Phase.FORWARD else BACKWARD_US

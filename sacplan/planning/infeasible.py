@@ -70,7 +70,7 @@ def infeasible(
             "smaller batch does not help"
         )
     reached = f"{format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the {where}. "
-    own = [TECHNIQUES[name].how for one in asked.own_solvers() for name in one.techniques]
+    own = [TECHNIQUES[name].how for one in asked.widest.own_solvers() for name in one.techniques]
     if inference and not own:
         message = (
             f"the step takes more than {format_bytes(budget_bytes)}, and in inference nothing is kept for a backward "
@@ -295,7 +295,7 @@ class _Alternatives:
             more = self.asked.with_technique(name)
             found = more.cheapest(self.budget_bytes, quick=True)
             if found is None:
-                more.go_further(self.budget_bytes)
+                more.widest.go_further(self.budget_bytes)
                 found = more.cheapest(self.budget_bytes, quick=True)
             found = found or more.nearest.smallest
             yield f"techniques={more.techniques!r}", found.footprint.peak_bytes, found
@@ -304,7 +304,8 @@ class _Alternatives:
         """Yield what a fused and an 8-bit Adam reach with the smallest plan; both are tried on the recording."""
         profile = self.profile
         # The alternatives are variants of Adam.
-        if not (profile.fingerprint.setup.optimizer or "").startswith("Adam") or not is_replaceable(profile):
+        name = profile.fingerprint.setup.optimizer or ""
+        if profile.is_of_a_rank or not name.startswith("Adam") or not is_replaceable(profile):
             return
         # On a CPU the 8-bit one would import bitsandbytes, which warns of kernels of its own.
         for name in ("adamw-fused", *(["adamw-8bit"] if profile.spec.kind == "cuda" else [])):

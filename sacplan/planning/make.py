@@ -145,7 +145,7 @@ def smallest_plan(request: Request, profile: Profile, *, without_rotor: bool = F
         return smallest_compiled(request, profile, smallest_plan, unplanned)
     asked = request.planner(profile)
     if without_rotor:
-        asked = replace(asked, last=None)
+        asked.last = None
     found = asked.smallest(0)
     # No limit was asked for, so the plan names none.
     return made_plan(profile, found, **asked_of(replace(request, limit=OF_DEVICE), asked, found))

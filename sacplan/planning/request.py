@@ -93,7 +93,7 @@ class Request:
         )
         basis = Basis(step, profile.fingerprint, names)
         by_hand = ByHand(names) if self.solver == "best" else None
-        return Planner(basis, solvers, last if usable else None, crowded, by_hand)
+        return Planner(basis, solvers, crowded, last if usable else None, by_hand)
 
 
 def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolver]:

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import msgspec
 import torch
+from msgspec.structs import replace
 
 from sacplan.core.optimizer_ops import steps_in_backward
 from sacplan.core.program import Event, Op, Patch, Phase, Program, StorageKind
@@ -36,26 +36,22 @@ class OptimizerStep:
     """An optimizer's step, recorded on parameters alone.
 
     Attributes:
-        program: of the recording.
+        recorded: the recording.
         parameters: their storages in it, in the order of the model's.
-        host_bytes: of the host's memory that the optimizer takes.
-        make: the optimizer.
     """
 
-    program: Program
+    recorded: Profile
     parameters: tuple[int, ...]
-    host_bytes: int = 0
-    make: Factory | None = None
 
     @property
     def ops(self) -> tuple[Op, ...]:
         """The optimizer's ops, in order."""
-        return tuple(op for op in self.program.ops if op.phase == Phase.OPTIMIZER)
+        return tuple(op for op in self.recorded.recorded.ops if op.phase == Phase.OPTIMIZER)
 
     @property
     def state_bytes(self) -> int:
         """Bytes that the optimizer keeps from step to step."""
-        return state_bytes(self.program)
+        return state_bytes(self.recorded.recorded)
 
 
 def state_bytes(program: Program) -> int:
@@ -116,11 +112,9 @@ def recorded_step(of: Profile, make: Factory) -> OptimizerStep | None:
     gradients = [of.recorded.tensors[of.recorded.gradients[s]] for s in trained(of.recorded)]
     like = [(t.shape, t.stride, getattr(torch, t.dtype)) for t in gradients]
     found = recorded_on(like, make, of.spec)
-    step = OptimizerStep(
-        found.recorded, trained(found.recorded), found.fingerprint.setup.optimizer_host_bytes, make
-    )
+    parameters = trained(found.recorded)
     # A hook has dropped gradients in the backward pass, such as that of an optimizer which offloads them.
-    return None if len(step.parameters) < len(like) else step
+    return None if len(parameters) < len(like) else OptimizerStep(found, parameters)
 
 
 # --- taking one out of a step, and putting one in
@@ -150,12 +144,16 @@ def without_optimizer(of: Profile) -> Profile:
 
 def with_optimizer(of: Profile, step: OptimizerStep) -> Profile:
     """Return a step without an optimizer with this one put behind its backward pass."""
-    return dataclasses.replace(of, recorded=program_with_optimizer(of.recorded, step), source=None)
+    own = step.recorded.fingerprint.setup
+    taken = {"optimizer": own.optimizer, "optimizer_host_bytes": own.optimizer_host_bytes}
+    fingerprint = replace(of.fingerprint, setup=replace(of.fingerprint.setup, **taken))
+    program = program_with_optimizer(of.recorded, step)
+    return dataclasses.replace(of, recorded=program, fingerprint=fingerprint, source=None)
 
 
 def is_replaceable(of: Profile) -> bool:
-    """Whether the step's optimizer can be replaced: it steps last, and on whole parameters."""
-    return not of.is_of_a_rank and not steps_in_backward(of.recorded)
+    """Whether the step's optimizer can be replaced: it steps last, on tensors of the device."""
+    return not of.unplanned_host_bytes and not steps_in_backward(of.recorded)
 
 
 def with_other_optimizer(of: Profile, make: Factory) -> Profile:
@@ -206,7 +204,7 @@ def _spliced(program: Program, step: OptimizerStep, at: int) -> Patch:
     """Return the patch that puts an optimizer's ops and state into a program, on its parameters and gradients."""
     # Storages of the recorded step are parameters and gradients, which this program has, or the optimizer's own, which
     # are added. ``strict``: both were listed in the order of the model's parameters.
-    source = step.program
+    source = step.recorded.recorded
     known: dict[int, int] = {}
     for ours, theirs in zip(trained(program), step.parameters, strict=True):
         known[theirs] = ours
@@ -232,9 +230,9 @@ def _spliced(program: Program, step: OptimizerStep, at: int) -> Patch:
     place: dict[int, int] = {}
     for t in sorted({t for op in step.ops for t in (*op.inputs, *op.outputs) if t >= 0}):
         tensor = source.tensors[t]
-        place[t] = draft.tensors.add(msgspec.structs.replace(tensor, storage=known[tensor.storage]))
+        place[t] = draft.tensors.add(replace(tensor, storage=known[tensor.storage]))
     # Neither is known in the program that the ops come into: the recording had modules and a forward pass of its own.
-    ops = [msgspec.structs.replace(op, scope=-1, forward_of=-1) for op in source.ops]
+    ops = [replace(op, scope=-1, forward_of=-1) for op in source.ops]
     happened = [
         (code, arg)
         for code, arg in tail

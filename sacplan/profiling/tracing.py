@@ -13,7 +13,6 @@ from typing import Any, Literal, get_args
 import torch
 from msgspec import structs
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
 from sacplan.core.arguments import checked
 from sacplan.core.compilation import Compilation
@@ -23,6 +22,7 @@ from sacplan.core.program import Phase, Program
 from sacplan.core.setup import Routing, Setup, current_autocast, scripted_inside
 from sacplan.device.cost import CostModel
 from sacplan.device.devices import DeviceSpec, resolve_device
+from sacplan.device.host_step import ranks_here, shared_host
 from sacplan.device.kernels import fake_device
 from sacplan.device.timing import MeasuredTimes
 from sacplan.device.workspace import measured_reserves
@@ -46,21 +46,19 @@ from sacplan.record.fake_copy import FakeCopier
 from sacplan.record.fake_data import DataRules, data_rules
 from sacplan.record.fake_values import is_worst
 from sacplan.record.gradient_hooks import has_gradient_hooks, optimizers_in_backward
-from sacplan.record.host_state import host_bytes, shards_host_bytes, stepped_on_host
-from sacplan.record.largest_step import before_largest_step
+from sacplan.record.host_state import host_bytes, shards_host_bytes
 from sacplan.record.limits import WITHOUT_HOOKS, explained_limits, refuses_hooks
-from sacplan.record.model_inputs import recorded_inputs
 from sacplan.record.module_calls import other_thread
 from sacplan.record.recorder import Recorder
 from sacplan.record.saved_tensors import SavedMode
 from sacplan.record.seen_ops import LookingUp
+from sacplan.record.settled import record_settled_step
 from sacplan.record.state import held_by_function, preserved_rng, preserved_state
 from sacplan.record.step import (
     LossFn,
     Mode,
     Step,
     accumulation_of,
-    cached_tensors,
     check_accumulation,
     check_model,
     each_optimizer,
@@ -74,29 +72,22 @@ from sacplan.record.user_code import (
     branches_of_a_real_step,
     cleared_caches,
     no_fake_tensors_left,
-    plain_attributes,
     told_of_scripted,
 )
 from sacplan.torch_compat.compiling import compiled_in_place
 from sacplan.torch_compat.distributed_modules import (
     copying_shards,
     fake_replicas,
-    first_steps,
     make_gathered,
     reduce_by_hooks,
     without_neighbours,
 )
 from sacplan.torch_compat.fake_kernels import keep_to_this_thread
 from sacplan.torch_compat.fake_tensors import FakeTensorMode, fake_parameters
-from sacplan.torch_compat.inductor import compiled_so_far, is_compiling_dry
-from sacplan.torch_compat.ops import is_computation
 from sacplan.torch_compat.partitioning import GivenGraph, joint_graphs_noted
 
 Runtime = Literal["cost-model", "benchmark", "operator-level-cost-model", "operator-level-benchmark"]
 Trace = Literal["fake", "real"]
-
-_MOST_STEPS = 4
-"""Most steps that are recorded until two in a row run the same ops."""
 
 _LONG = "operator-level-"
 """What names of runtimes may begin with, as those of torch's ``RuntimeEstimator`` do."""
@@ -353,6 +344,9 @@ def trace_step(asked: StepRequest) -> Profile:
     recorded, rules = kept_at_limits(traced.program), traced.rules
     if ranks == ONE_RANK and any(collective_named(op.name) for op in recorded.ops):
         rules = (*rules, this_rank())
+    devices = max(ranks.devices, ranks_here())
+    if devices > 1 and (traced.setup.optimizer_host_bytes or traced.setup.shards_host_bytes):
+        rules = (*rules, shared_host(devices, spec))
     fingerprint = structs.replace(
         fingerprint,
         setup=structs.replace(
@@ -493,7 +487,7 @@ def _traced(
     """Record a step, and read off how it was set up once it has run."""
     spec = resolved.spec
     recorder = functools.partial(Recorder, spec, resolved.cost, saved, rules)
-    program, calls, checkpointed = _record_settled_step(step, recorder, handle, rules)
+    program, calls, checkpointed = record_settled_step(step, recorder, handle, rules)
     setup = structs.replace(
         step.setup(resolved.autocast),
         # On a CPU the two memories are one, and all of it is in the program.
@@ -521,114 +515,6 @@ def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None
             f"{what} runs the step on the tensors that are there, and they are on {', '.join(sorted(kinds))}; the "
             f'device asked for is {spec.name}. Use device="{sorted(kinds)[0]}", or trace="fake".'
         )
-
-
-def _record_settled_step(
-    step: Step,
-    recorder: Callable[[], Recorder],
-    handle: Any = None,
-    rules: DataRules | None = None,
-) -> tuple[Program, tuple[ModelCall, ...], tuple[str, ...]]:
-    """Record a step that is like all later ones, in which caches are filled.
-
-    A step that changes nothing but parameters and gradients is one: it leaves no tensors behind and the model's
-    attributes as they were. Otherwise steps are recorded until two in a row run the same ops before the optimizer's,
-    at most four times. With accumulation, or an optimizer that steps in the backward pass or lays parameters out anew,
-    one more is recorded: the first one makes the gradients, the state or the layouts that later ones find.
-    """
-    # Each round records one step. What it leaves behind (a cache that was filled) is alive from the start of the next.
-    # The first exit is the usual one: nothing was left, so the next step would be the same.
-    left: list[Any] = []
-    buckets: list[Any] = []
-    program: Program | None = None
-    # A usual step begins with what later ones begin with: gradients, and the buffers of what runs on ranks.
-    unusual = max(int(step.accumulates), first_steps(step.model))
-    is_usual = not unusual
-    for i in range(1, 1 + _MOST_STEPS + unusual + bool(step.stepped_inside)):
-        # Of a plan that is applied, only the differences of the last recorded step count.
-        if handle is not None:
-            handle.forget_differences()
-        before, plain, kept = program, plain_attributes(step.model), step.state_made_inside
-        compiled = compiled_so_far() if is_compiling_dry() else None
-        strides = [p.stride() for p in step.model.parameters()]
-        recording = recorder()
-        recording.storages.track_alive([*left, *buckets])
-        # Steps write running statistics. Those of one number whose value is not known any more get one that the model
-        # can ask for.
-        if rules is not None:
-            rules.assume_statistics(step.model)
-        # A layer that is dropped at random is dropped again.
-        with preserved_rng(), recorded_inputs(step.model) as calls:
-            program = _record(step, recording, rules)
-        step.forget_gradients_of_batch()
-        new = recording.storages.left_behind()
-        if new:
-            # Frees tensors that only reference cycles hold; the collector is off, so all are young.
-            gc.collect(0)
-            new = [ref for ref in new if ref() is not None]
-        # A step may also find what one before the last has left.
-        left = [*(ref for ref in left if ref() is not None), *new]
-        # Optimizers that step in the backward pass have made their state: the next step finds it.
-        laid_out = strides == [p.stride() for p in step.model.parameters()]
-        is_usual = is_usual and laid_out and step.state_made_inside == kept
-        is_usual = is_usual and (compiled is None or compiled == compiled_so_far())
-        if is_usual and not new and plain_attributes(step.model) == plain:
-            return program, tuple(calls), recording.checkpointed
-        # Tensors are left at every step (a running average, say), but the ops have settled.
-        if is_usual and before is not None and _ops_run(before) == _ops_run(program):
-            return program, tuple(calls), recording.checkpointed
-        # As it was before the first step: gradients of this one must not be alive when the next begins, unless the next
-        # is to add to them.
-        is_usual = i >= unusual
-        if not step.accumulates:
-            step.model.zero_grad(set_to_none=True)
-            buckets += recording.storages.gradients_left()
-    assert program is not None
-    warnings.warn(
-        f"each of {_MOST_STEPS} steps ran other ops than the one before; the profile is of the last. A plan is "
-        "applied to what a step has in common with it, see Handle.differences.",
-        SacplanWarning,
-        stacklevel=4,
-    )
-    return program, tuple(calls), recording.checkpointed
-
-
-def _ops_run(program: Program) -> list[tuple[str, int]]:
-    # Views are left out, since they make no values. Backward ops are those of communication hooks, too, which may begin
-    # to do something else, and keep what it needs.
-    before = (op for op in program.ops if op.phase != Phase.OPTIMIZER)
-    return [(op.name, op.scope) for op in before if is_computation(op.name)]
-
-
-def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> Program:
-    optimizer = step.stepped_last
-
-    def make_state() -> None:
-        """Have the optimizer make its state, which the recorded step then finds, as later steps do."""
-        assert optimizer is not None
-        # The recorded step must find this state as if it had been there before. Of floats, only single ones are
-        # followed: the count of steps, and no moments.
-        with recorder.paused(), rules.few_floats() if rules is not None else contextlib.nullcontext():
-            before_largest_step(optimizer, (lambda number: number) if rules is None else rules.value)
-        recorder.track_optimizer(optimizer, initial=True)
-        recorder.track_model(
-            step.model
-        )  # its first step may lay parameters out anew, and so replace their memory
-
-    recorder.note_stepped_on_host(stepped_on_host(optimizer))
-    # The first name that a storage gets stays: parameters before the batch, and the batch before caches.
-    recorder.track_model(step.model)
-    recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
-    recorder.track_tensors(cached_tensors(step.model))
-    for stepping in step.stepped_inside:
-        recorder.track_optimizer(stepping, initial=True)
-    try:
-        with recorder:
-            output = step.run(make_state)
-        del output  # alive until the step is over
-        return recorder.program()
-    finally:
-        recorder.forget()  # a graph that the model keeps holds the recorder's hooks: a cycle that is never collected
 
 
 @contextlib.contextmanager

@@ -153,7 +153,7 @@ class Case:
     @property
     def _behind_host_bytes(self) -> int:
         """Memory of the host that the optimizer behind the step takes; 0 on a CPU, where it is in the peak."""
-        return 0 if self.optimizer is None or self.step.spec.kind == "cpu" else self.optimizer.host_bytes
+        return 0 if self.optimizer is None else self.optimizer.recorded.unplanned_host_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -398,7 +398,7 @@ def _planner(step: Profile, way: Way, left: int) -> Planner:
         set(known.techniques) < set(planner.techniques)
         and known.basis.recorded.key == planner.basis.recorded.key
     ):
-        return replace(planner, family={known.techniques: known})
+        return planner.that_knows(known)
     return planner
 
 

@@ -26,7 +26,7 @@ from sacplan.distributed.ranks.ranks import FSDP2, Ranks, layers_of
 from sacplan.errors import BudgetError, PlanError, TraceError
 from sacplan.planning.meshes import names_on, resolve_mesh, way
 from sacplan.profiling.optimizer_table import BY_NAME
-from sacplan.profiling.optimizers import recorded_on, state_bytes
+from sacplan.profiling.optimizers import is_replaceable, recorded_on, state_bytes, with_other_optimizer
 from sacplan.profiling.profile import Profile
 from sacplan.questions.asked import Asked
 from sacplan.questions.cases import Case
@@ -172,10 +172,18 @@ class RankRows:
 
     @derived
     def _rank(self, one: Arrangement, name: str, batch: int) -> Profile:
-        """Return the step of a rank with so many samples for each device."""
-        given = self.asked
+        """Return the step of a rank with so many samples for each device.
+
+        Optimizers share a recording: the step of another one is put behind its backward pass.
+        """
+        given, first = self.asked, next(iter(self.asked.makes))
+        make = given.makes[name]
+        if make and name != first and (one.name, first) in self._cases:
+            known = self._rank(one, first, batch)
+            if is_replaceable(known):
+                return with_other_optimizer(known, make)
         samples = batch if one.ranks.sharding is None else batch * given.devices
-        return given.recordings.at(samples, given.seq, optimizer=given.makes[name], ranks=one.ranks)
+        return given.recordings.at(samples, given.seq, optimizer=make, ranks=one.ranks)
 
     @staticmethod
     def shards_whole(one: Arrangement, name: str) -> bool:
@@ -195,16 +203,12 @@ class RankRows:
     def _on_data(self) -> Iterator[Arrangement]:
         """Yield what spreads the batch alone, on the devices alone."""
         n, size = self.asked.devices, ("--world-size", str(self.asked.devices))
-        yield self._fsdp(
-            "FSDP2", "", (*size, *(word for unit in self._units for word in ("--fsdp-unit", unit)))
-        )
+        units = (word for unit in self._units for word in ("--fsdp-unit", unit))
+        yield self._fsdp("FSDP2", "", (*size, *units))
         # Accelerate leaves frozen integers out of the shards, among them 4-bit weights that are stored as bytes
         # (``fsdp2_prepare_model``).
-        packed = [
-            p
-            for p in self.asked.recordings.model.parameters()
-            if not p.requires_grad and not p.is_floating_point()
-        ]
+        parameters = self.asked.recordings.model.parameters()
+        packed = [p for p in parameters if not p.requires_grad and not p.is_floating_point()]
         if packed:
             ignored = ", ignored_params={p for p in model.parameters() if not p.is_floating_point()}"
             yield self._fsdp("FSDP2 of Accelerate", ignored, ignored_params=packed)
@@ -262,9 +266,7 @@ def read_devices(device: Any, devices: int | str) -> tuple[Any, int]:
         if found:
             # 1 is the default, so it need not have been given. The same number twice is no contradiction.
             if str(other) not in ("1", found[1]):
-                raise PlanError(
-                    f"device={device!r} and devices={devices!r} are two numbers of devices; give one."
-                )
+                raise PlanError(f"device={device!r} and devices={devices!r} are two numbers; give one.")
             device, devices = found[2], found[1]
             break
     number = str(devices).strip()

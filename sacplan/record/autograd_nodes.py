@@ -8,7 +8,7 @@ n made node n - 1. The tables here have the next number as key; node m is looked
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -140,10 +140,12 @@ class AutogradNodes:
     Attributes:
         running: sequence number of the node that runs; None outside of the backward pass and while gradients are
             accumulated.
+        runs: called when another node runs, with the op of the forward pass that made it, or -1.
     """
 
     def __init__(self, numbers: KeptNumbers) -> None:
         self.running: int | None = None
+        self.runs: Callable[[int], None] = lambda op: None
         self._keeps = False  # whether the backward pass of that node keeps its graph
         self._numbers = numbers
         self._ops: dict[int, int] = {}  # autograd's next sequence number to the first op run at it
@@ -179,6 +181,7 @@ class AutogradNodes:
             if self.running is not None and not self._keeps:
                 self._numbers.node_ran(self.running)
             self.running, self._keeps = number, keeps_graph()
+            self.runs(self.forward_op())
         return number
 
     def restart(self) -> None:

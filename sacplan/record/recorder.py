@@ -76,7 +76,7 @@ from sacplan.torch_compat.private import (
 )
 
 # Plain integers, which the event stream is made of.
-_ALLOC, _FREE, _OP = int(Event.ALLOC), int(Event.FREE), int(Event.OP)
+_ALLOC, _FREE, _OP, _PACK = map(int, (Event.ALLOC, Event.FREE, Event.OP, Event.PACK))
 
 _NUMBER_BYTES = 8
 """Size of the tensor that a Python number becomes."""
@@ -158,6 +158,7 @@ class Recorder(Watching):
             unpacks=self._nodes.follow,
             rules=rules,
         )
+        self._nodes.runs = self._saved.node_runs
         self._streams = Streams(self._extend) if on_gpu else None
         self._state_bytes = spec.round_up(GENERATOR_STATE_BYTES) if on_cpu else 0
         self.storages.is_fake = active_fake_mode() is not None  # what is tracked before the step counts, too
@@ -488,6 +489,7 @@ class Recorder(Watching):
         if phase == Phase.FORWARD:
             return self._calls.current
         if phase == Phase.OPTIMIZER:
+            self._saved.node_runs(-1)
             return ROOT_SCOPE
         return self._calls.of_node(self._nodes.follow())
 
@@ -506,6 +508,9 @@ class Recorder(Watching):
         given = storages.real_from_the_start()
         # Real tensors that were there before the step: they become ``initial``, so that their ``ALLOC`` must go.
         own_events = [event for event in self._events if event[0] != _ALLOC or event[1] not in given]
+        # What a node keeps as an attribute is found when it runs, and kept from its first op on.
+        made = ((e, saved.of_nodes.get(e[1], ()) if e[0] == _OP else ()) for e in own_events)
+        own_events = [each for e, handles in made for each in (e, *((_PACK, h) for h in handles))]
         ops, events, same = self._in_place.settle(self._ops, own_events, kinds, born_backward)
         table = self.tensors.table(same)
         ops, events = plain_formulas(ops, events, self._formulas, table)

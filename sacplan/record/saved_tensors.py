@@ -8,6 +8,10 @@ instead of the tensor. Then:
 - the unpack hook returns a fresh tensor on a storage of its own. It dies (``DROP``) when the tensor that autograd would
   have handed out would have died.
 
+A custom function may keep a parameter as an attribute of its node instead (``ctx.weight = weight``), as those of
+bitsandbytes do, and no hook sees that. A plan can take it from the node and put it back, so it has a handle as well,
+from the function's first op to the end of its backward.
+
 Only a recorder can afford this, since the values are lost. Under FakeTensorMode there are none (``"virtual"``). On real
 tensors the handle keeps a clone of them (``"clone"``), which is not recorded. ``"observe"`` leaves autograd alone.
 
@@ -24,12 +28,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from sacplan.core.program import Event
 from sacplan.record.fake_data import DataRules
 from sacplan.record.storages import Storages
 from sacplan.record.tensor_table import TensorTable
-from sacplan.torch_compat.autograd import autograd_sequence_number
+from sacplan.torch_compat.autograd import autograd_sequence_number, running_custom_function
 from sacplan.torch_compat.fake_tensors import active_fake_mode, fake_empty_strided
 from sacplan.torch_compat.local_tensors import Wrapping, arrived, stands_for_another, wrapping_of
 from sacplan.torch_compat.private import is_plain, storage_key, without_torch_functions
@@ -75,6 +80,7 @@ class SavedTensors:
     Attributes:
         handle_storages, handle_tensors, instance_handles: as in ``Program``.
         handle_numbers: autograd's next sequence number when it saved the tensor: it tells the op that did.
+        of_nodes: by op of the forward pass, handles on what the node that it made keeps as attributes.
     """
 
     how: SavedMode
@@ -88,6 +94,8 @@ class SavedTensors:
     handle_tensors: list[int] = field(default_factory=list)
     handle_numbers: list[int] = field(default_factory=list)
     instance_handles: list[int] = field(default_factory=list)
+    of_nodes: dict[int, list[int]] = field(default_factory=dict)
+    _of_running: list[int] = field(default_factory=list)
     _handle_refs: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     _instance_refs: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     _clones: MutableMapping[Any, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
@@ -103,7 +111,34 @@ class SavedTensors:
         if self._hooks is not None:
             self._hooks.__exit__(exc_type, exc_value, traceback)
             self._hooks = None
+        self.node_runs(-1)
         self._clones.clear()
+
+    def node_runs(self, op: int) -> None:
+        """Note that the node which ``op`` made begins to run, and that the one before is done; -1: no op is known."""
+        for instance in self._of_running:
+            self.events += ((_DROP, instance), (_RELEASE, self.instance_handles[instance]))
+        self._of_running = []
+        node: Any = running_custom_function()
+        if op < 0 or node is None or self.how != "virtual":
+            return
+        for t in tree_leaves(vars(node)):
+            if isinstance(t, torch.Tensor) and is_plain(t) and self._may_leave(t):
+                storage = self.storages.ids[storage_key(t.untyped_storage())]
+                handle = self._new_handle(t, storage, node._sequence_nr() + 1)
+                self.of_nodes.setdefault(op, []).append(handle)
+                self._of_running.append(self._new_instance(handle))
+
+    def _new_handle(self, tensor: torch.Tensor, storage: int, number: int) -> int:
+        self.handle_storages.append(storage)
+        self.handle_tensors.append(self.tensors.index(tensor, storage))
+        self.handle_numbers.append(number)
+        return len(self.handle_storages) - 1
+
+    def _new_instance(self, handle: int) -> int:
+        self.instance_handles.append(handle)
+        self.events.append((_UNPACK, instance := len(self.instance_handles) - 1))
+        return instance
 
     @without_torch_functions
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -126,9 +161,7 @@ class SavedTensors:
         handle = _SavedTensor(index, tensor, self._clone(tensor, storage) if self.how == "clone" else None)
         if self.rules is not None and self.rules.knows(tensor):
             handle.value, handle.rules = self.rules.value(tensor), self.rules.rules_of([tensor])
-        self.handle_storages.append(storage)
-        self.handle_tensors.append(self.tensors.index(tensor, storage))
-        self.handle_numbers.append(autograd_sequence_number())
+        self._new_handle(tensor, storage, autograd_sequence_number())
         self.events.append((_PACK, index))
 
         def released(_: Any) -> None:
@@ -167,9 +200,7 @@ class SavedTensors:
         # First: numbers that the node before has kept are freed before this tensor counts.
         self.unpacks()
         out = self._twin_of(packed)
-        instance = len(self.instance_handles)
-        self.instance_handles.append(packed.index)
-        self.events.append((_UNPACK, instance))
+        instance = self._new_instance(packed.index)
         storage = out.untyped_storage()
         key = storage_key(storage)
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves
 
 _K = torch._C.DispatchKey
 
@@ -65,6 +67,25 @@ def current_node_sequence_number() -> int | None:
     # AccumulateGrad nodes have the largest 64-bit number, so that the engine runs them first ("NOTE [ Sequence
     # Number]" in the headers of ``torch/csrc/autograd``). Python may see it as a negative one.
     return None if number >= 2**62 or number < 0 else number
+
+
+def running_custom_function() -> Any:
+    """Return the running node if it is that of a custom ``autograd.Function``, its ``ctx``; else None."""
+    node = torch._C._current_autograd_node()
+    return node if isinstance(node, BackwardCFunction) else None
+
+
+def custom_functions_since(number: int, outputs: Any) -> list[Any]:
+    """Return the nodes of custom functions behind some outputs that have this sequence number or a later one."""
+    waiting: list[Any] = [t.grad_fn for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        # Gradient accumulation has the largest number of all, and nothing behind it.
+        if node is not None and node not in seen and node._sequence_nr() >= number:
+            seen.add(node)
+            waiting += [behind for behind, _ in node.next_functions]
+    return [node for node in seen if isinstance(node, BackwardCFunction)]
 
 
 def keeps_graph() -> bool:

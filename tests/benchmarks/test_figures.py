@@ -74,29 +74,26 @@ def test_the_docs_have_what_a_sweep_found(sweep: Sweep[Any]) -> None:
     assert sweep.csv(*sweep.read()) == sweep.csv_path.read_text(encoding="utf-8")
 
 
-def _published(write: Callable[[list[Row]], str]) -> Callable[[], str]:
-    return lambda: write(published.read_page_rows()[0])
-
-
 PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "layouts": (DOCS / "which-parallelism.md", lambda: layouts.markdown(_rows("layouts"))),
     "layouts, 70B": (DOCS / "which-parallelism.md", lambda: layouts.markdown(_rows("layouts"), "70b")),
     "modes": (DOCS / "modes.md", lambda: f"{_modes('gpt2')}\n\n{_modes('resnet50')}"),
     "op memory": (DOCS / "op_memory.md", lambda: op_memory.markdown(_rows("op_memory"))),
-    "published": (published.PAGE, lambda: published.page(*published.read_page_rows())),
-    "published, all": (published.CSV, _published(published.csv_table)),
-    "published, offloading": (DOCS / "offload.md", _published(published.offloading_table)),
+    "published, all": (published.CSV, lambda: published.csv_table(published.read_page_rows()[0])),
 }
-WHOLE = {"published", "published, all"}
-"""Those that are all of the file."""
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_has_the_table_of_the_file(name: str) -> None:
     """If this fails, ``python -m benchmarks.NAME`` or the page's own comment says how it is made."""
     page, made = PAGES[name]
-    text = page.read_text(encoding="utf-8")
-    assert text == made() if name in WHOLE else made() in text
+    assert made() in page.read_text(encoding="utf-8")
+
+
+def test_the_page_of_published_figures_is_made_of_the_file() -> None:
+    page = published.PAGE.read_text(encoding="utf-8")
+    for name, block in published.blocks(*published.read_page_rows()).items():
+        assert f"published: {name} -->\n\n{block}\n" in page
 
 
 def test_compiled_plans_hold_their_budgets_and_take_no_more_than_pytorchs_setting() -> None:
@@ -104,7 +101,7 @@ def test_compiled_plans_hold_their_budgets_and_take_no_more_than_pytorchs_settin
     planned = [row for row in measured if row["budget"] != "100%"]
     assert planned
     assert all(row["measured"] <= row["budget_bytes"] for row in planned)
-    assert all(abs(row["predicted"] / row["measured"] - 1) <= 0.005 for row in measured)
+    assert all(abs(row["predicted"] / row["measured"] - 1) <= 3e-6 for row in measured)  # "0.0003 %"
     budgets = _rows("compiled_budgets")
     assert {*compiled_budgets.SETTINGS, *compiled_budgets.LAYERS} == {row["setting"] for row in budgets}
     budgets = [row for row in budgets if "raised" not in row]
@@ -123,7 +120,7 @@ def test_whole_runs_take_what_was_predicted_and_hold_their_budgets() -> None:
     for row in rows:
         assert row["steps"] == certify.STEPS
         for kind in ("", "planned_"):
-            assert row[f"{kind}measured"] == pytest.approx(row[f"{kind}predicted"], rel=0.005)
+            assert row[f"{kind}measured"] == row[f"{kind}predicted"]
         assert row["over"] == 0
         assert row["by_length"] <= row["one"]
         assert row["by_length"] < row["checkpointed"]
@@ -152,10 +149,13 @@ def test_offloading() -> None:
 
 def test_published_figures() -> None:
     errors = {row["id"]: abs(row["error"]) for row in published.read_page_rows()[0] if "error" in row}
-    tune = [f"tune-3b-+_{what}" for what in ("compile", "chunked_CE", "activation_checkpointing")]
+    tune = [f"tune-3b-+_{what}" for what in ("compile", "chunked_CE")]
     vit = [f"ao-vith-{what}" for what in ("PyTorch_fused_AdamW", "bnb_8-bit", "ao_8-bit")]
     assert max(errors[name] for name in (*tune, *vit, "titan808-compile")) < 0.002  # docs/compiled.md
-    assert errors["tune-3b-+_optimizer_in_backward"] < 0.004
+    # Checkpointed, 32.5 MiB more than with the workspaces of reductions as they were before they were measured.
+    more = ("activation_checkpointing", "optimizer_in_backward")
+    assert max(errors[f"tune-3b-+_{what}"] for what in more) < 0.004
+    assert max(error for name, error in errors.items() if name.startswith("prime-rl")) < 0.03
     about, ops = read_results(RESULTS / "published_ops.json")
     assert [(r["op"], r["mode"], r["metric"], r["size"]) for r in ops] == [
         (r.op, r.mode, r.metric, r.size) for r in read_rows()
@@ -180,7 +180,7 @@ def test_models_of_other_packages() -> None:
 
 def test_why_gemma_stops() -> None:
     """One layer shows what the page says of attention that computes whole scores. All layers are alike."""
-    case = chunk_models.gemma_2_2b(32768, layers=1)
+    case = chunk_models.OFFLOADED["gemma-2-2b"](32768, num_hidden_layers=1)
     profile = case.profile("h100")
     program = profile.program
     (backward,) = (
@@ -212,6 +212,22 @@ def test_the_margin_covers_published_steps_whose_setting_is_known() -> None:
     more = about["outside_allocator"]["after_ten_models"] - CUDA_CONTEXT.n_bytes
     needed = most + more / H100_BYTES
     assert needed <= MARGIN < needed + 0.004
+
+
+def test_the_margin_covers_what_is_reserved_beyond_the_prediction() -> None:
+    """Of published steps, of which all is known, none needs more, and the kinds of steps are alike."""
+    kinds = published.beyond_prediction(_rows("published"))
+    assert {*kinds} == {*published.MARGINS}
+    beyond = [share for found in kinds.values() for share, _ in found]
+    assert len(beyond) >= 28
+    assert max(beyond) <= MARGIN
+
+
+def test_times_are_within_what_was_asked() -> None:
+    """Classes that miss it are named here, and on the page."""
+    table = published.classes_table(*published.read_page_rows())
+    missed = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if "| no: " in line]
+    assert missed == ["prime-rl, Qwen3-0.6B", "single ops over 0.1 ms"]
 
 
 @pytest.mark.exhaustive

@@ -94,6 +94,10 @@ def test_a_plan_says_how_long_the_gpu_waits() -> None:
     issued = eager.WATCHED_US * len(forward) + eager.RECOMPUTED_US * sum(map(len, small.discarded.values()))
     assert small.planned_ms - small.step_ms == pytest.approx(1e-3 * issued)
     assert large.waits_ms == 0
+    # PyTorch's checkpointing calls an op as a forward pass does, and watches none.
+    again_us = eager.FORWARD_US * sum(map(len, small.discarded.values()))
+    program = blocks(8).with_plan(small)
+    assert eager_ms(program, checkpointed=True) - small.step_ms == pytest.approx(1e-3 * again_us)
 
 
 @pytest.mark.parametrize(

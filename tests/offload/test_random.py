@@ -55,6 +55,11 @@ def test_programs_whose_peaks_were_off(seed: int) -> None:
     assert not outcome.failures
 
 
+def test_a_step_as_recorded_is_not_said_to_differ() -> None:
+    """The step before runs ops of the same names, of which one is on tensors of other ranks."""
+    assert not on_one_thread(run)(20031, kinds=("scattered",), threads=False).failures
+
+
 def test_any_tensor_at_any_place_is_predicted_or_refused() -> None:
     """Also tensors that nobody saves, or that autograd saves outside of the unit: a plan file may name them."""
     predicted = 0

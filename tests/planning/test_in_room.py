@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import pytest
 import torch
@@ -196,5 +197,10 @@ def test_what_lies_outside_is_named_with_its_source() -> None:
     assert margin.n_bytes == int(0.012 * h100.memory_bytes)
     assert nccl.n_bytes == 2 * outside_allocator(h100, communicators=1)[1].n_bytes
     assert outside_text((context,)) == "CUDA context 512.00 MiB"
+    # NCCL's src/init.cc and device.h: the FIFOs of three protocols, in pages of 2 MiB; another page where data is sent.
+    fifos = 2**22 + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16
+    connection = (math.ceil(fifos / 2**21) + 1) * 2
+    assert f"{24 * 2 * connection} MiB with the 24 channels" in nccl.source
+    assert f"{32 * 7 * connection / 1024:.1f} GiB by the source" in nccl.source
     taken = context.n_bytes + nccl.n_bytes + margin.n_bytes
     assert allocator_room(h100, 2).n_bytes == h100.memory_bytes - taken

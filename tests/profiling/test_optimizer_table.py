@@ -185,6 +185,19 @@ def test_the_time_of_an_optimizer_on_the_host(link_bytes_per_s: float) -> None:
     assert step.time_ms == pytest.approx(1e3 * seconds)
 
 
+@pytest.mark.parametrize(("world", "sharers"), [(2, 2), (8, 4)])
+def test_ranks_of_a_node_share_the_memory_of_their_host(world: int, sharers: int) -> None:
+    spec = dataclasses.replace(resolve_device(GPU), host_link=Link("a link", 1e12, 0.0))
+    with sacplan.ranks(world, device=spec):
+        profile = on(spec, "adamw-offload")
+    (step,) = (op for op in profile.recorded.ops if "from_host_" in op.name)
+    large = [p.nbytes for p in net().parameters() if p.numel() >= 4096]
+    share = spec.host_bandwidth_bytes_per_s / sharers
+    seconds = sum(4 * n + 4 for n in large) / share + large[-1] / 1e12
+    assert step.time_ms == pytest.approx(1e3 * seconds)
+    assert any(f"{sharers} of {world} ranks share a processor" in said for said in profile.assumptions)
+
+
 # --- Muon
 
 

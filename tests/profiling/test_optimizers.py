@@ -10,7 +10,12 @@ from torch import nn
 
 import sacplan
 from sacplan.profiling.optimizer_table import BY_NAME
-from sacplan.profiling.optimizers import recorded_step, with_optimizer, without_optimizer
+from sacplan.profiling.optimizers import (
+    recorded_step,
+    with_optimizer,
+    with_other_optimizer,
+    without_optimizer,
+)
 from tests.support.slow import slow_after
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
@@ -18,11 +23,11 @@ DEVICES = ("h100", "rtx-4090", "cpu")
 CANDIDATES = tuple(BY_NAME[name] for name in ("adamw", "adamw-fused", "adamw-8bit", "sgd"))
 
 
-def wide(optimizer: Any, device: str = "h100") -> sacplan.Profile:
+def wide(optimizer: Any, device: str = "h100", **ranks: Any) -> sacplan.Profile:
     """Parameters, and hardly anything else: the optimizer's step is the peak."""
     layers = (layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.ReLU()))
     model = nn.Sequential(*layers, nn.Linear(256, 256).requires_grad_(False), nn.LayerNorm(256))
-    return sacplan.profile(model, torch.randn(2, 256), optimizer=optimizer, device=device)
+    return sacplan.profile(model, torch.randn(2, 256), optimizer=optimizer, device=device, **ranks)
 
 
 def language_step(optimizer: Any = None, device: str = "rtx-4090") -> sacplan.Profile:
@@ -46,6 +51,17 @@ def test_an_optimizer_that_is_put_in_gives_the_step_recorded_with_it(
         assert replaced.baseline.end_bytes == recorded.baseline.end_bytes
         assert replaced.step_ms == pytest.approx(recorded.step_ms, rel=1e-9)
     assert without_optimizer(recorded).peak_bytes == bare.peak_bytes
+
+
+@pytest.mark.parametrize("ranks", [sacplan.FSDP2(2), sacplan.DDP(2)], ids=str)
+@pytest.mark.parametrize("name", ["adamw-fused", "sgd"])
+def test_so_does_one_on_shards_or_replicas(name: str, ranks: Any) -> None:
+    recorded = wide(BY_NAME[name].make, ranks=ranks)
+    replaced = with_other_optimizer(wide(torch.optim.AdamW, ranks=ranks), BY_NAME[name].make)
+    assert replaced.peak_bytes == recorded.peak_bytes
+    assert replaced.baseline.end_bytes == recorded.baseline.end_bytes
+    assert replaced.step_ms == pytest.approx(recorded.step_ms, rel=1e-9)
+    assert replaced.fingerprint == recorded.fingerprint
 
 
 def test_optimizers_differ_where_their_step_is_the_peak() -> None:

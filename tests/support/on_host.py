@@ -1,9 +1,11 @@
-"""What is on the host in training on a GPU, on a CPU: an optimizer that steps there, and weights of 8 bits."""
+"""What is on the host in training on a GPU, on a CPU: an optimizer that steps there, and weights of 8 and 4 bits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -61,10 +63,17 @@ class Int8(nn.Module):
         return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale)
 
 
-def quantized(model: nn.Module) -> nn.Module:
-    """Return the model with all its linear layers of a bias or none in 8 bits; its biases stay as they are."""
+def nf4(fan_in: int, fan_out: int) -> nn.Module:
+    """Return a layer of bitsandbytes, whose custom function keeps the weight as an attribute of its node."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    layer = bitsandbytes.nn.Linear4bit(fan_in, fan_out, False, torch.float32, quant_type="nf4")
+    return layer.to("cpu")  # type: ignore[no-any-return]  # quantizes
+
+
+def quantized(model: nn.Module, kind: Callable[[int, int], nn.Module]) -> nn.Module:
+    """Return the model with layers of a kind in the place of all its linear layers, without their biases."""
     for module in list(model.modules()):
         for name, layer in module.named_children():
             if type(layer) is nn.Linear:
-                setattr(module, name, Int8(layer.in_features, layer.out_features))
+                setattr(module, name, kind(layer.in_features, layer.out_features))
     return model

@@ -2,7 +2,8 @@
 
 ``parameter.data`` is memory of the host between the uses, so ``state_dict``, ``named_parameters`` and whoever loads
 into the parameter find the weights there. It is swapped for a copy on the device while the module runs. What autograd,
-and recipes, have saved of that copy lets go of it when the call ends, and shares a second copy when it is asked for.
+recipes and nodes of custom functions have saved of that copy lets go of it when the call ends, and shares a second copy
+when it is asked for.
 
 One that is trained is updated where it lies. Its optimizer moves the gradient to the host as soon as it is there, as
 torchao's ``CPUOffloadOptimizer`` does with ``offload_gradients=True``.
@@ -12,12 +13,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
 
 from sacplan.core.decisions import OffloadWeight
 from sacplan.core.places import StepDifference
@@ -27,9 +29,13 @@ from sacplan.techniques.offload.executor.marks import Board
 from sacplan.techniques.offload.executor.parcels import Parcel, whole
 from sacplan.techniques.offload.executor.transfers import Transfer
 from sacplan.techniques.runtime.recording import here, unrecorded
+from sacplan.techniques.runtime.saved import SavedStorage
 from sacplan.techniques.runtime.stand_ins import StandIn, check_there, put_on, take_off
+from sacplan.techniques.runtime.tensors import view_of
+from sacplan.torch_compat.autograd import autograd_sequence_number, custom_functions_since
 from sacplan.torch_compat.compiling import stop_compiling
 from sacplan.torch_compat.host_memory import empty_on_host, note_on_host
+from sacplan.torch_compat.ops import tensors_in
 from sacplan.torch_compat.private import is_plain
 
 _switching = threading.RLock()
@@ -139,14 +145,18 @@ class HostWeight:
             parameter.data = _as(parameter, copy)
             self._there = weakref.ref(copy.untyped_storage())
 
-    def leave(self) -> None:
-        """Take the parameter away from the device, and have what is saved for the backward pass let go of it."""
+    def leave(self, nodes: Sequence[Any]) -> None:
+        """Take the parameter away from the device, and have what is saved for the backward pass let go of it.
+
+        Args:
+            nodes: of custom functions in the call, which may keep it as an attribute.
+        """
         with _switching:
             self._inside -= 1
             if not self._inside:
-                self._leave()
+                self._leave(nodes)
 
-    def _leave(self) -> None:
+    def _leave(self, nodes: Sequence[Any]) -> None:
         parameter = self._module._parameters.get(self._name)
         there, self._there = self._there(), _nothing
         if parameter is None or there is None or parameter.untyped_storage() is not there:
@@ -159,9 +169,15 @@ class HostWeight:
             if saved is not None and saved.for_others:
                 self._board.note_hooks(self._unit)
             elif saved is not None:
-                saved.stand = _Second(self, self._host, self._device, parameter._version)
+                saved.stand = self.second(parameter._version)
+                for node in nodes:
+                    _OfNode(node, self, saved)
                 saved.let_go(parameter._version)
                 self._board.enter(self._number, saved)
+
+    def second(self, version: int) -> _Second:
+        """Return a copy for the backward pass of what the parameter is at this version."""
+        return _Second(self, self._host, self._device, version)
 
     def check_unwritten(self, version: int) -> None:
         """Raise ``OffloadError`` if the parameter, as far as it lies here, was written since it had this version."""
@@ -212,6 +228,58 @@ class _Second(Parcel):
         super().fetch()
 
 
+class _Away:
+    """Stands in an attribute of a node for a tensor that is away."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.view = view_of(tensor)
+
+
+class _OfNode:
+    """The attributes in which the node of a custom function keeps a parameter: they have it while the node runs.
+
+    Args:
+        node: lives as long as the graph, and has this among its hooks.
+        weight: the parameter.
+        saved: its storage in the call.
+    """
+
+    def __init__(self, node: Any, weight: HostWeight, saved: SavedStorage) -> None:
+        self._node, self._weight = weakref.ref(node), weight
+        self._saved: SavedStorage | None = saved
+        self._away: dict[str, Any] = {}
+        self._version = 0
+        saved.add(self)
+        node.register_prehook(self._put_back)
+        node.register_hook(self._take_away)
+
+    def let_go(self, version: int) -> bool:
+        """Let go of the tensors, see ``Holder``; autograd does not check the versions of attributes either."""
+        assert self._saved is not None
+        self._version, storage, node = version, self._saved.storage(), self._node()
+        for name, value in list(vars(node).items()):
+            if any(is_plain(t) and t.untyped_storage() is storage for t in tensors_in(value)):
+                self._away[name] = tree_map_only(
+                    torch.Tensor, lambda t: _Away(t) if t.untyped_storage() is storage else t, value
+                )
+        self._take_away()
+        return bool(self._away)
+
+    def _put_back(self, _: Any) -> None:
+        # Of a graph that is kept, the node may run once more, when the copy is gone.
+        stand = self._saved.stand if self._saved is not None else self._weight.second(self._version)
+        assert stand is not None
+        with unrecorded(), torch.no_grad():
+            for name, value in self._away.items():
+                setattr(self._node(), name, tree_map_only(_Away, lambda away: stand.take(away.view), value))
+
+    def _take_away(self, *ran: Any) -> None:
+        for name, value in self._away.items():
+            setattr(self._node(), name, value)
+        if ran:
+            self._saved = None
+
+
 class WeightForward(StandIn):
     """Stands in for the forward of a module with whose calls copies of parameters begin, or that uses some.
 
@@ -235,11 +303,14 @@ class WeightForward(StandIn):
             )
         for weight in self.begins:
             weight.begin()
+        number, nodes = autograd_sequence_number(), list[Any]()
         with ExitStack() as stack:
             for weight in self.own:
-                stack.callback(weight.leave)
+                stack.callback(weight.leave, nodes)
                 weight.enter()
-            return self.call_original(*args, **kwargs)
+            out = self.call_original(*args, **kwargs)
+            nodes += custom_functions_since(number, out) if self.own else ()
+            return out
 
     def for_replica(self, replica: torch.nn.Module) -> StandIn:
         """Return the stand-in of a replica, whose parameters are copies of its own."""

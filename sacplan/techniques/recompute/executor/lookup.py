@@ -49,6 +49,11 @@ def func_facts(func: Any) -> FuncFacts:
     return FuncFacts(name, traits if traits.rerunnable else None, kept)
 
 
+def description_of(name: str, args: Any, kwargs: Any) -> str:
+    """Return the description of an op of this name: it tells it from others in the same place."""
+    return described(name, [t.dim() for t in tensors_in((args, kwargs)) if is_plain(t)])
+
+
 class Lookup:
     """Which recorded op each op of a call is, from where the call leaves its schedule.
 
@@ -115,7 +120,7 @@ class Lookup:
         if facts.name is None or (in_backward() and not self._in_backward):
             # No computation; or a gradient inside a forward pass, which is not recomputed.
             return facts.kept, None
-        description = described(facts.name, [t.dim() for t in tensors_in((args, kwargs)) if is_plain(t)])
+        description = description_of(facts.name, args, kwargs)
         around = self._module_calls()
         # Only for the first op behind a schedule; see ``_resume``.
         if self._likely is not None:

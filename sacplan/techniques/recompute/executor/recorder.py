@@ -29,7 +29,7 @@ from sacplan.techniques.recompute.executor.handles import (
     base_without_history,
     unpack,
 )
-from sacplan.techniques.recompute.executor.lookup import Lookup, func_facts
+from sacplan.techniques.recompute.executor.lookup import Lookup, description_of, func_facts
 from sacplan.techniques.recompute.executor.nodes import OutsideForward, Slot
 from sacplan.techniques.recompute.executor.schedule import (
     NO_OPS,
@@ -192,7 +192,7 @@ class UnitRecorder(Watching):
         if expected is not func and is_composite(func):  # a schedule has none
             return run_in_parts(self, func, args, kwargs)
         given = with_lent_number(args) if func in TAKES_A_NUMBER else args
-        if expected is func:
+        if expected is func and not (op is not None and op.differs and self._is_another(func, args, kwargs)):
             self._at += 1
         else:
             op = self._look_up(func, args, kwargs)
@@ -255,6 +255,11 @@ class UnitRecorder(Watching):
         return out
 
     # --- leaving a schedule, and learning one ---
+
+    def _is_another(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether an op is not the one at which an earlier call began to differ, though it has its name."""
+        known = None if self._schedule is None else self._schedule.known[self._at]
+        return known is not None and known[1] != description_of(func_facts(func).name or "", args, kwargs)
 
     def _look_up(self, func: Any, args: Any, kwargs: Any) -> ScheduledOp | None:
         """Return what to do about an op that the schedule does not expect here, and remember it for the next call."""
