@@ -23,8 +23,8 @@ def shared_host(n: int, spec: DeviceSpec) -> str:
     """Say what each of ``n`` ranks gets of the memory of their host."""
     return (
         f"{spec.sharers(n)} of {n} ranks share a processor of the host, whose memory moves "
-        f"{spec.host_bandwidth_bytes_per_s / 1e9:.0f} GB/s (DeviceSpec.host_bandwidth_bytes_per_s): updates there get a "
-        "part each, and copies all of their links"
+        f"{spec.host_bandwidth_bytes_per_s / 1e9:.0f} GB/s (DeviceSpec.host_bandwidth_bytes_per_s): updates there get "
+        "a part each, and copies all of their links"
     )
 
 
