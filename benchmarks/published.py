@@ -374,9 +374,8 @@ def main(argv: list[str] | None = None) -> None:
         found = read_page_rows(options.json)
         print(classes_table(*found), margins_table(found[0]), sep="\n\n")
         return
-    warnings.simplefilter(
-        "ignore"
-    )  # steps that do not fit on their card, and types that it computes in software
+    # Steps that do not fit on their card, and types that it computes in software.
+    warnings.simplefilter("ignore")
     published = published_rows()
     rows = []
     if options.json is not None and options.json.exists():

@@ -122,7 +122,8 @@ def of_length(make_batch: Callable[[int], Any], seq: int | None, batch: int, *si
 
     It holds zeros: only shapes matter to the recording.
     """
-    length, image = seq if len(sizes) == 2 else sizes[0], sizes[len(sizes) % 2 :]
+    length = seq if len(sizes) == 2 else sizes[0]
+    image = sizes[-2:] if len(sizes) > 1 else ()
 
     def resized(tensor: Any) -> Any:
         if image and tensor.dim() == 4:  # samples x channels x height x width

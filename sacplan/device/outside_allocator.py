@@ -43,7 +43,8 @@ CUDA_CONTEXT = Outside(
 MARGIN = 0.012
 """Share of a GPU's memory that is left free. Peaks of published steps whose settings are known are above the predicted
 ones by up to 0.6 % (``benchmarks/results/published.json``), and on an H100 the context took 0.3 % of the memory more
-than is counted (``gpu_plans_h100.json``). Of 25 published figures of what is reserved, 24 are within it."""
+than is counted (``gpu_plans_h100.json``). All published figures of what is reserved, where the
+setting is known, are within it."""
 
 
 def nccl_buffers(communicators: int) -> Outside:

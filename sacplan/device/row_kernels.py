@@ -217,9 +217,8 @@ def _attention_kernel(call: Call, *, backward: bool) -> Kernel:
     share = 0.5 + 0.5 / max(1, key.shape[-2] / _QUERY_TILE) if call["is_causal"] else 1.0
     flops = call.flops * share
     if "flash" in kind:
-        softmax = _SOFTMAX_FLOPS * (
-            2 / 10 if backward else 1 / 4
-        )  # beside 10 or 4 FLOPs for each element of a head
+        # Beside 10 or 4 FLOPs for each element of a head.
+        softmax = _SOFTMAX_FLOPS * (2 / 10 if backward else 1 / 4)
         flops *= (1 + softmax / query.shape[-1]) / (1 + softmax / 128)  # rates are those of heads of 128
     # A block works on some queries, in the backward pass on some keys, of one head.
     length = key.shape[-2] if backward else query.shape[-2]

@@ -86,9 +86,8 @@ class PlanCallback(PlannedTraining, pl.Callback):
         super().__init__(plan, check=check, watch_steps=watch_steps, tolerance=tolerance)
         self.submodule = submodule
         self._planned_batches = [*map(_planned_batches, self.plans)]
-        if (
-            len(self.plans) > 1
-        ):  # a strategy that wraps the module calls it, with the arguments of training_step
+        # A strategy that wraps the module calls it, with the arguments of ``training_step``.
+        if len(self.plans) > 1:
             self.plans = [*map(_with_calls, self.plans, self._planned_batches)]
         self._sizes = ShapeWatch(self.plan, ())
 

@@ -304,8 +304,8 @@ class _Alternatives:
         """Yield what a fused and an 8-bit Adam reach with the smallest plan; both are tried on the recording."""
         profile = self.profile
         # The alternatives are variants of Adam.
-        name = profile.fingerprint.setup.optimizer or ""
-        if profile.is_of_a_rank or not name.startswith("Adam") or not is_replaceable(profile):
+        own = profile.fingerprint.setup.optimizer or ""
+        if profile.is_of_a_rank or not own.startswith("Adam") or not is_replaceable(profile):
             return
         # On a CPU the 8-bit one would import bitsandbytes, which warns of kernels of its own.
         for name in ("adamw-fused", *(["adamw-8bit"] if profile.spec.kind == "cuda" else [])):

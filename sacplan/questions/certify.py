@@ -304,12 +304,8 @@ class _Runs:
                     break
         allocated, reserved = most
         reserved_bytes, reserved_at = reserved if reserves else (None, None)
-        left = (
-            math.floor(
-                100 * (room - (idle or needs)) / (room + sum(one.n_bytes for one in self.room.outside))
-            )
-            / 100
-        )
+        device_bytes = room + sum(one.n_bytes for one in self.room.outside)
+        left = math.floor(100 * (room - (idle or needs)) / device_bytes) / 100
         return WholeRun(
             allocator=setting, limit_bytes=room, needs=needs, allocated_bytes=allocated[0], allocated_at=allocated[1],
             reserved_bytes=reserved_bytes, reserved_at=reserved_at, breaks_at=breaks_at, retries=allocator.retries,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,15 @@ def test_the_trainer_of_transformers(tmp_path: Path, accumulated: int, holds: bo
     check(said, callback.peaks_bytes, plan, holds=holds)
 
 
+def certified(arguments: dict[str, Any], make_batch: Callable[[int, int], Any]) -> sacplan.Certificate:
+    """The run with two plans by length, in 85 % of the memory that it takes without one."""
+    lengths = [len(one["input_ids"]) for one in texts()][: 4 * STEPS]
+    how = {name: arguments[name] for name in ("loss_fn", "optimizer")} | {"batch": 4, "seed": None}
+    whole = sacplan.certify(arguments["model"], make_batch, lengths, "cpu", **how).rows[0].allocated_bytes
+    budget = f"{int(0.85 * whole)}B"
+    return sacplan.certify(arguments["model"], make_batch, lengths, "cpu", budget=budget, buckets=2, **how)
+
+
 def test_each_step_of_a_trainer_has_the_plan_for_its_lengths(tmp_path: Path) -> None:
     from sacplan.integrations.transformers import PlanCallback, step_arguments
 
@@ -107,12 +116,7 @@ def test_each_step_of_a_trainer_has_the_plan_for_its_lengths(tmp_path: Path) -> 
         return {"micro_batches": (batch,), "num_items_in_batch": torch.tensor(n * seq)}
 
     arguments = step_arguments(hf_trainer(tmp_path, texts()))
-
-    lengths = [len(one["input_ids"]) for one in texts()][: 4 * STEPS]
-    how = {name: arguments[name] for name in ("loss_fn", "optimizer")} | {"batch": 4, "seed": None}
-    whole = sacplan.certify(arguments["model"], make_batch, lengths, "cpu", **how).rows[0].allocated_bytes
-    budget = f"{int(0.85 * whole)}B"
-    found = sacplan.certify(arguments["model"], make_batch, lengths, "cpu", budget=budget, buckets=2, **how)
+    found = certified(arguments, make_batch)
     short, long = (plan for _, plan in found.plans)
     assert not short.decisions
     weights, flops, peaks = [], [], ()
@@ -169,11 +173,7 @@ def test_each_step_of_lightning_has_the_plan_for_its_lengths() -> None:
 
     loader = torch.utils.data.DataLoader(texts()[: 4 * STEPS], batch_size=4, collate_fn=padded)
     arguments = step_arguments(trainer(), Module(), loader)
-    lengths = [len(one["input_ids"]) for one in texts()][: 4 * STEPS]
-    how = {name: arguments[name] for name in ("loss_fn", "optimizer")} | {"batch": 4, "seed": None}
-    whole = sacplan.certify(arguments["model"], make_batch, lengths, "cpu", **how).rows[0].allocated_bytes
-    budget = f"{int(0.85 * whole)}B"
-    found = sacplan.certify(arguments["model"], make_batch, lengths, "cpu", budget=budget, buckets=2, **how)
+    found = certified(arguments, make_batch)
     short, long = (plan for _, plan in found.plans)
     assert not short.decisions
     plain, planned = Module(), Module()

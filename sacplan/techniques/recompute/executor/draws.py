@@ -80,15 +80,13 @@ class Draw:
         if moved == expected and self._generator.device not in _mixed_up:
             return True  # exactly as far as a call of this kind moves it
         run_with = _runner(func)
-        if run_with is None:
+        if run_with is None and (self._kind is None or expected is not None):
             # It takes no generator, so running it to find out draws from the program's: once, if its distance can be
             # learned. If it cannot, the draw is given the benefit of the doubt: ``again`` compares, and raises.
-            if self._kind is not None and expected is None:
-                return self._on_the_programs_own(func, args, kwargs)[0]
             return expected is None or moved == expected
         if func._schema.name.endswith("_"):
             args = (torch.empty_like(args[0]), *args[1:])  # the trial must not write the program's tensor
-        if self._leads_to_end(run_with, args, kwargs)[0]:
+        if self._leads_to_end(func, args, kwargs)[0]:
             self._learn(moved)
             return True
         _mixed_up.add(self._generator.device)
@@ -105,10 +103,7 @@ class Draw:
             del room
             self._generator.get_state()
             return True, out
-        run_with = _runner(func)
-        if run_with is not None:
-            return self._leads_to_end(run_with, args, kwargs)
-        return self._on_the_programs_own(func, args, kwargs)
+        return self._leads_to_end(func, args, kwargs)
 
     def _on_the_programs_own(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -129,9 +124,11 @@ class Draw:
                 return True, out
         return False, out
 
-    def _leads_to_end(
-        self, run_with: RunWith, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[bool, Any]:
+    def _leads_to_end(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
+        """Run the op from the state before it. Return whether that reaches the state after it, and the output."""
+        run_with = _runner(func)
+        if run_with is None:
+            return self._on_the_programs_own(func, args, kwargs)
         device = self._generator.device
         with _own_lock:
             own = _own.get(device)
