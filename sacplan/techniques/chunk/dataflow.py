@@ -24,7 +24,7 @@ from sacplan.core.derived import derived
 from sacplan.core.elements import Op
 from sacplan.core.factors.rule import Rule, rule_of
 from sacplan.core.program import Program
-from sacplan.techniques.chunk.flow import FlowGraph
+from sacplan.techniques.chunk.flow import FactorCut, Window, window_of
 from sacplan.torch_compat.ops import is_alias, op_named
 
 
@@ -62,7 +62,7 @@ def rule_of_op(program: Program, op: Op) -> Rule | None:
     return _rule(op.name, op.arguments, layouts(op.inputs), layouts(op.outputs))
 
 
-class Dataflow(FlowGraph):
+class Dataflow:
     """The forward ops of a program.
 
     Args:
@@ -72,8 +72,10 @@ class Dataflow(FlowGraph):
     Attributes:
         program: see above.
         rules, inputs, outputs: by op. An op that returns the tensor that it is given has no inputs and outputs.
-        producer: by tensor, as in ``FlowGraph``; -1 also for one on memory that was written in place.
+        producer: by tensor, the op that returned it first; -1: it comes from outside.
+        consumers: by tensor, the ops that read it.
         computes: by op, whether it is no view.
+        first_use: by op, the first one that computes something from what it gives: itself, unless it is a view.
         storage: by tensor.
         origin: by storage, the one whose memory it is a version of.
         last_op: by storage, the last op at which it is alive; ``n_ops`` if it outlives the step.
@@ -83,12 +85,17 @@ class Dataflow(FlowGraph):
         ops, tensors, writer = program.ops, program.tensors, program.writer
         # It returns the tensor that it was given, so nothing flows through it.
         same = [bool(op.outputs) and set(op.outputs) <= set(op.inputs) and not op.mutates for op in ops]
-        super().__init__(
-            [None if i in pinned else rule_of_op(program, op) for i, op in enumerate(ops)],
-            [() if none else op.inputs for op, none in zip(ops, same, strict=True)],
-            [() if none else op.outputs for op, none in zip(ops, same, strict=True)],
-            len(tensors),
-        )
+        self.rules = [None if i in pinned else rule_of_op(program, op) for i, op in enumerate(ops)]
+        self.inputs = [() if none else op.inputs for op, none in zip(ops, same, strict=True)]
+        self.outputs = [() if none else op.outputs for op, none in zip(ops, same, strict=True)]
+        self.producer = [-1] * len(tensors)
+        self.consumers: list[list[int]] = [[] for _ in tensors]
+        for i in range(len(ops)):
+            for t in dict.fromkeys(self.inputs[i]):
+                self.consumers[t].append(i)
+            for t in self.outputs[i]:
+                if self.producer[t] < 0:
+                    self.producer[t] = i
         self.program = program
         self.n_ops = len(ops)
         self.storage = [t.storage for t in tensors]
@@ -111,14 +118,11 @@ class Dataflow(FlowGraph):
                 self.rules[i] = None
             if not self.computes[i]:
                 viewed.update(self.storage[t] for t in outputs)
-        self.computed_by = [
-            writer.get(s, -1) if self.producer[t] >= 0 else -1 for t, s in enumerate(self.storage)
-        ]
-        self._first_use = self._first_uses()
+        self.first_use = self._first_uses()
         self.last_op = self._last_ops()
 
     def _first_uses(self) -> list[int]:
-        """Return by op the first op that computes something from what it gives: itself, unless it is a view."""
+        """Return ``first_use``."""
         # Backwards, so that the readers of a view are known before the view.
         found = list(range(self.n_ops))
         for i in range(self.n_ops - 1, -1, -1):
@@ -144,9 +148,12 @@ class Dataflow(FlowGraph):
         made = {t for i in ops for t in self.outputs[i]}
         return dict.fromkeys(t for i in ops for t in self.inputs[i] if t not in made)
 
-    def readers(self, tensor: int, end: int) -> Sequence[int]:
-        """Return the ops up to ``end`` that need a tensor, or a view of it, to compute something up to there."""
-        return [c for c in self.consumers[tensor] if c <= end and self._first_use[c] <= end]
+    def slices_read(self, op: int, cut: FactorCut | None) -> list[Window | None]:
+        """Return by input of an op the part that one slice reads; None: all of it."""
+        rule = self.rules[op]
+        if rule is None or cut is None:
+            return [None] * len(self.inputs[op])
+        return [window_of(dims, rule.sizes, cut) for dims in rule.inputs]
 
     def read_after(self, storage: int, op: int) -> bool:
         """Whether a storage is needed after an op: by a later one, or by whoever holds it when the step is over."""

@@ -27,16 +27,16 @@ from sacplan.core.factors.axes import Axis
 from sacplan.core.factors.rule import Kind, Rule, rule_of
 from sacplan.errors import RecipeError
 from sacplan.techniques.chunk.executor.lazy import Lazy, real
-from sacplan.techniques.chunk.executor.loop import run_nodes, slices_made
+from sacplan.techniques.chunk.executor.loop import pulled_into_loops, run_nodes
 from sacplan.techniques.chunk.executor.values import (
     Choose,
     DeferredOp,
     DeferredTensor,
-    FactorCut,
+    Held,
     SlicedRegion,
     Stage,
 )
-from sacplan.techniques.chunk.flow import Conflict, FlowGraph, factor_flow, parts_of
+from sacplan.techniques.chunk.flow import FactorCut, Window, cut_of_inputs, parts_of, slices_made
 from sacplan.techniques.runtime.recording import unrecorded
 from sacplan.torch_compat.local_tensors import DEFERRED_TYPES
 from sacplan.torch_compat.ops import is_alias, op_traits, tensors_in
@@ -177,7 +177,7 @@ class Stretch:
             # mode of the program sees this.
             made = func(*likes, **named_likes)
         rule = rule_of(func, likes, named_likes, list(tensors_in(made)))
-        node = DeferredOp(func, of_node, named, Stage.LOOP, rule=rule)
+        node = DeferredOp(func, of_node, named, Stage.FREE, rule=rule)
         self._nodes.append(node)
         results = [node.new_output(self._region, like) for like in tensors_in(made)]
         self._like.update(zip(results, tensors_in(made), strict=True))
@@ -281,14 +281,15 @@ class Stretch:
         Returns:
             The size of the axis, or 0 if there is none.
         """
-        # Each 0 makes the stretch run whole: slower, never wrong.
-        rules = [node.rule for node in nodes if node.rule is not None]
+        # 0 makes the stretch run whole: slower, never wrong.
         last, dim = self._nodes[-1].made[0], self.decision.dim
-        # An op must see whole tensors; or the last one makes a tensor of other rank than in the step that was planned.
-        if len(rules) < len(nodes) or last is None or dim >= len(last.shape):
-            return 0
+        if last is None or dim >= len(last.shape):
+            return 0  # of other rank than in the step that was planned
+        rules = [node.rule for node in nodes if node.rule is not None]
         for axis in _axes_like(self.decision, last.shape[dim], rules):
-            if _cut_along(nodes, last, axis):
+            # What leads elsewhere is cut as what it reads is.
+            backward = pulled_into_loops(nodes, {last: (self._region, Window(axis))})
+            if _cut_all(nodes, backward):
                 return axis.size
         return 0
 
@@ -311,27 +312,21 @@ def _axes_like(asked: Chunk, size: int, rules: Sequence[Rule]) -> Mapping[Axis, 
     return dict.fromkeys(found)
 
 
-def _cut_along(nodes: Sequence[DeferredOp], last: DeferredTensor, axis: Axis) -> bool:
-    """Cut nodes, and what they make, so that one value is cut along an axis; False if that is not possible."""
-    numbers: dict[DeferredTensor, int] = {}
-
-    def numbered(values: Sequence[DeferredTensor | None]) -> tuple[int, ...]:
-        return tuple(numbers.setdefault(value, len(numbers)) for value in values if value is not None)
-
-    inputs = [numbered(node.values) for node in nodes]
-    outputs = [numbered(node.made) for node in nodes]  # all there: the stretch refers to them
-    graph = FlowGraph([node.rule for node in nodes], inputs, outputs, len(numbers))
-    try:
-        flow = factor_flow(graph, numbers[last], axis, 0, len(nodes) - 1)
-    except Conflict:
-        return False
-    if len(flow.within) < len(nodes):
-        return False  # no slice reaches an op, so that nothing says how it is cut
-    for i, node in enumerate(nodes):
-        assert node.rule is not None
-        node.cut = FactorCut(flow.within[i])
-        made = slices_made(node.rule, node.cut)
-        assert made is not None
+def _cut_all(
+    nodes: Sequence[DeferredOp], backward: Mapping[DeferredOp, tuple[SlicedRegion, FactorCut]]
+) -> bool:
+    """Cut nodes, and what they make, as is known or else as what they read; return whether that is possible."""
+    windows: dict[DeferredTensor | Held | None, Window | None] = {}
+    cuts: list[tuple[FactorCut, list[tuple[Window | None, Kind | None]]]] = []
+    for node in nodes:
+        known = backward.get(node)
+        cut = known[1] if known is not None else cut_of_inputs(node.rule, map(windows.get, node.inputs))
+        made = slices_made(node.rule, cut) if cut is not None and node.rule is not None else None
+        if cut is None or made is None:
+            return False
+        cuts.append((cut, made))
+        windows.update(zip(node.made, (window for window, _ in made), strict=True))
+    for node, (node.cut, made) in zip(nodes, cuts, strict=True):
         for value, (window, combined) in zip(node.made, made, strict=True):
             if value is not None:
                 value.window, value.combined = window, combined
