@@ -1,24 +1,23 @@
 """Which stretches of ops could run in slices, and about how much memory each would take.
 
-For each op near a place where much is alive, and each axis of its first output:
+For each op, and each axis of its first output:
 
-1. The factor flows from there to earlier ops (``flow.py``), within a window. An op that is in the way runs before the
-   loop, and the flow is tried again (``_flow``); or the window begins behind it (``_flows``).
-2. Each op of the flow may be the first one of the loop. The ops from there on that are connected with the last one are
+1. The ops up to there are cut, within a window, backwards from what is asked for (``_cuts``). An op that cannot make
+   it in slices runs before the loop.
+2. Each of these ops may be the first one of the loop. The ops from there on that are connected with the last one are
    a stretch (``_members``).
 3. Its memory is estimated. Outside of the loop it follows from the recording: what is alive at each op, less what the
    loop never makes as a whole. Inside it is ``fixed + by_length * length of a slice`` at each op (``_loop``),
    without what the allocator rounds up. ``stretches.py`` has exact figures.
 
-This is a heuristic search. The window, the number of conflicts, of starts and of flows in all are bounded, and only the
-first output of an op is cut, so the best stretch may not be among the candidates.
+This is a heuristic search. The window and the number of ops at which a stretch may end are bounded, and only the first
+output of an op is asked for, so the best stretch may not be among the candidates.
 
 Layers repeat, so an op whose surroundings were seen before gets the candidates that were found there.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -53,7 +52,6 @@ _PERIODS = 1.6  # layers, where they repeat
 _BEYOND = 40  # ops after the loop at which Python may still hold what the stretch would have made
 _ENDS = 4_000  # that are tried: what is done for a program without repeated layers is bounded
 _ROUNDING = 1e-6
-_HOT = 0.1  # share of what the step takes above which memory is worth saving
 
 
 @dataclass(slots=True, eq=False)
@@ -171,22 +169,14 @@ class _Finder:
         flow = self.flow
         if not flow.n_ops:
             return
-        floor = self.program.liveness.initial_bytes
-        hot = np.flatnonzero(self.total > floor + _HOT * (int(self.total.max()) - floor)).tolist()
-        # By kind, the ops at which a stretch could end: they compute into memory of their own, have a rule, and
-        # much is alive in their window.
+        # By kind, the ops at which a stretch could end: they compute into memory of their own, and have a rule.
         by_kind: dict[Any, list[int]] = defaultdict(list)
         for end in range(flow.n_ops):
             if flow.computes[end] and flow.rules[end] is not None and self.program.ops[end].writes:
-                window = self.windows[end]
-                at = bisect.bisect_right(hot, end)
-                if at and hot[at - 1] >= end - window:
-                    first = max(0, end - window)
-                    key = (end - first, end - hot[at - 1], *self.surroundings[first : end + _BEYOND])
-                    by_kind[key].append(end)
+                first = max(0, end - self.windows[end])
+                by_kind[(end - first, *self.surroundings[first : end + _BEYOND])].append(end)
         for ends in sorted(by_kind.values(), key=lambda ends: -self._worth(ends))[:_ENDS]:
-            last_hot = hot[bisect.bisect_right(hot, ends[0]) - 1]
-            for found, members, axis in self._stretches(ends[0], last_hot):
+            for found, members, axis in self._stretches(ends[0]):
                 yield from self._candidates(found, members, axis, ends)
 
     def _worth(self, ends: Sequence[int]) -> int:
@@ -233,9 +223,7 @@ class _Finder:
 
     # --- stretches ---
 
-    def _stretches(
-        self, end: int, last_hot: int
-    ) -> Iterator[tuple[dict[int, FactorCut], tuple[int, ...], Axis]]:
+    def _stretches(self, end: int) -> Iterator[tuple[dict[int, FactorCut], tuple[int, ...], Axis]]:
         """Yield stretches that end with an op: the flow, the ops of the loop, and what is sliced of the last one."""
         flow = self.flow
         rule = flow.rules[end]
@@ -243,8 +231,7 @@ class _Finder:
         seen: set[Any] = set()
         for axis in self._axes(rule):
             found = self._cuts(end, axis)
-            # A loop that begins behind the last hot op lowers nothing.
-            for start in sorted(i for i in found if flow.computes[i] and i <= last_hot):
+            for start in sorted(i for i in found if flow.computes[i]):
                 members = self._members(found, start, end)
                 if members and (axis, members) not in seen:
                     seen.add((axis, members))
