@@ -11,7 +11,6 @@ step does:
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -158,21 +157,6 @@ class Dataflow:
     def read_after(self, storage: int, op: int) -> bool:
         """Whether a storage is needed after an op: by a later one, or by whoever holds it when the step is over."""
         return self.last_op[storage] == self.n_ops or self._last_read.get(storage, -1) > op
-
-    @functools.cached_property
-    def splits(self) -> dict[int, set[tuple[int, ...]]]:
-        """By size of a dimension, the factors that some op splits such a dimension into.
-
-        A dimension of batch times sequence looks like one factor to a matrix product. A view elsewhere says what it is.
-        """
-        found: dict[int, set[tuple[int, ...]]] = defaultdict(set)
-        for rule in dict.fromkeys(rule for rule in self.rules if rule is not None):
-            for dims in (*rule.inputs, *rule.outputs):
-                for factors in dims:
-                    if len(factors) > 1:
-                        sizes = tuple(rule.sizes[f] for f in factors)
-                        found[functools.reduce(int.__mul__, sizes)].add(sizes)
-        return found
 
 
 @derived

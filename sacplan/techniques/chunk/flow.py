@@ -13,7 +13,10 @@ The planner goes through a recorded program (``regions.py``), the executor throu
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from sacplan.core.factors.axes import Axis, FactorAxis, from_factor, into_factor
@@ -96,7 +99,31 @@ def slices_made(rule: Rule, cut: FactorCut) -> list[tuple[Window | None, Kind | 
     return found
 
 
-def parts_of(axis: Axis, sizes: Sequence[int]) -> Iterator[Axis]:
+def axes_of(rule: Rule, splits: Mapping[int, Collection[tuple[int, ...]]]) -> Iterator[Axis]:
+    """Yield the axes of an op's first output: its factors, and parts of these that other ops see (``splits_of``)."""
+    for dim, factors in enumerate(rule.outputs[0]):
+        sizes = [rule.sizes[f] for f in factors]
+        for axis in _parts_of(Axis(dim, 1, math.prod(sizes), 1), sizes):
+            yield axis
+            for split in splits.get(axis.size, ()):
+                yield from _parts_of(axis, split)
+
+
+def splits_of(rules: Iterable[Rule]) -> dict[int, dict[tuple[int, ...], None]]:
+    """Return by size of a dimension the factors that some op splits such a dimension into.
+
+    A dimension of batch times sequence looks like one factor to a matrix product. A view elsewhere says what it is.
+    """
+    found: dict[int, dict[tuple[int, ...], None]] = defaultdict(dict)
+    for rule in dict.fromkeys(rules):
+        for factors in chain(*rule.inputs, *rule.outputs):
+            if len(factors) > 1:
+                sizes = tuple(rule.sizes[f] for f in factors)
+                found[math.prod(sizes)][sizes] = None
+    return found
+
+
+def _parts_of(axis: Axis, sizes: Sequence[int]) -> Iterator[Axis]:
     """Yield the parts of an axis whose size is a product of sizes, those of size 1 left out."""
     before, after = axis.outer, axis.size * axis.inner
     for size in sizes:

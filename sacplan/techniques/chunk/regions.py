@@ -29,7 +29,6 @@ import numpy as np
 from sacplan.core.calls import dtype_of
 from sacplan.core.elements import ROOT_SCOPE
 from sacplan.core.factors.axes import Axis
-from sacplan.core.factors.rule import Rule
 from sacplan.core.pins import NO_PINS, Pins
 from sacplan.core.program import Program
 from sacplan.device.devices import DeviceSpec
@@ -38,10 +37,11 @@ from sacplan.techniques.chunk.dataflow import Dataflow
 from sacplan.techniques.chunk.flow import (
     FactorCut,
     Window,
+    axes_of,
     cut_of_inputs,
     cut_of_outputs,
-    parts_of,
     slices_made,
+    splits_of,
     window_of,
 )
 from sacplan.torch_compat.private import is_dense
@@ -149,6 +149,7 @@ class _Finder:
 
     Attributes:
         live, total: by op, bytes alive while it runs, without and with its workspace.
+        splits: see ``splits_of``.
         surroundings, windows: see ``_surroundings`` and ``_windows``.
     """
 
@@ -162,6 +163,7 @@ class _Finder:
         self.bytes = [math.prod(t.shape) * dtype_of(t).itemsize for t in self.program.tensors]
         self.surroundings = self._surroundings()
         self.windows = self._windows()
+        self.splits = splits_of(rule for rule in flow.rules if rule is not None)
         self._units: dict[frozenset[int], bool] = {}
 
     def find(self) -> Iterator[Candidate]:
@@ -174,7 +176,8 @@ class _Finder:
         for end in range(flow.n_ops):
             if flow.computes[end] and flow.rules[end] is not None and self.program.ops[end].writes:
                 first = max(0, end - self.windows[end])
-                by_kind[(end - first, *self.surroundings[first : end + _BEYOND])].append(end)
+                key = (end - first, *self.surroundings[first : end + _BEYOND])
+                by_kind[key].append(end)
         for ends in sorted(by_kind.values(), key=lambda ends: -self._worth(ends))[:_ENDS]:
             for found, members, axis in self._stretches(ends[0]):
                 yield from self._candidates(found, members, axis, ends)
@@ -229,22 +232,13 @@ class _Finder:
         rule = flow.rules[end]
         assert rule is not None
         seen: set[Any] = set()
-        for axis in self._axes(rule):
+        for axis in axes_of(rule, self.splits):
             found = self._cuts(end, axis)
             for start in sorted(i for i in found if flow.computes[i]):
                 members = self._members(found, start, end)
                 if members and (axis, members) not in seen:
                     seen.add((axis, members))
                     yield found, members, axis
-
-    def _axes(self, rule: Rule) -> Iterator[Axis]:
-        """Yield the axes of an op's first output: its factors, and parts of these that other ops see (``splits``)."""
-        for dim, factors in enumerate(rule.outputs[0]):
-            sizes = [rule.sizes[f] for f in factors]
-            for axis in parts_of(Axis(dim, 1, math.prod(sizes), 1), sizes):
-                yield axis
-                for split in self.flow.splits.get(axis.size, ()):
-                    yield from parts_of(axis, split)
 
     def _cuts(self, end: int, axis: Axis) -> dict[int, FactorCut]:
         """Return how ops up to one are cut if it is asked for in slices along an axis of its first output.

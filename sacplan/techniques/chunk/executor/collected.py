@@ -11,10 +11,8 @@ early, the loop has one slice and no op is cut: slower, never wrong.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -24,10 +22,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sacplan.core.decisions import Chunk
 from sacplan.core.factors.axes import Axis
-from sacplan.core.factors.rule import Kind, Rule, rule_of
+from sacplan.core.factors.rule import Kind, rule_of
 from sacplan.errors import RecipeError
 from sacplan.techniques.chunk.executor.lazy import Lazy, real
-from sacplan.techniques.chunk.executor.loop import pulled_into_loops, run_nodes
+from sacplan.techniques.chunk.executor.loop import needed_nodes, pulled_into_loops, run_nodes
 from sacplan.techniques.chunk.executor.values import (
     Choose,
     DeferredOp,
@@ -36,7 +34,7 @@ from sacplan.techniques.chunk.executor.values import (
     SlicedRegion,
     Stage,
 )
-from sacplan.techniques.chunk.flow import FactorCut, Window, cut_of_inputs, parts_of, slices_made
+from sacplan.techniques.chunk.flow import FactorCut, Window, axes_of, cut_of_inputs, slices_made, splits_of
 from sacplan.techniques.runtime.recording import unrecorded
 from sacplan.torch_compat.local_tensors import DEFERRED_TYPES
 from sacplan.torch_compat.ops import is_alias, op_traits, tensors_in
@@ -222,7 +220,8 @@ class Stretch:
         Returns:
             Whether it ran in slices.
         """
-        nodes = self._needed()
+        last = self._nodes[-1].made[0]
+        nodes = needed_nodes([*self._filled(), *([] if last is None else [last])])
         size = self._cut(nodes)
         if not size:
             self.run_whole()
@@ -263,18 +262,6 @@ class Stretch:
         self._buffers.clear()
         self._bound = WeakIdKeyDictionary()
 
-    def _needed(self) -> list[DeferredOp]:
-        """Return the ops that compute something, and the views that are kept or that one of these reads."""
-        # Backwards: a view is needed only if a later node, or a buffer, reads it. An op that computes is kept
-        # even if nobody reads it, as in the plain step.
-        wanted = set(self._filled())
-        found = []
-        for node in reversed(self._nodes):
-            if not is_alias(str(node.func)) or not wanted.isdisjoint(node.made):
-                found.append(node)
-                wanted.update(node.values)
-        return found[::-1]
-
     def _cut(self, nodes: Sequence[DeferredOp]) -> int:
         """Cut the nodes along the axis that was asked for, or one like it where sizes differ.
 
@@ -285,8 +272,7 @@ class Stretch:
         last, dim = self._nodes[-1].made[0], self.decision.dim
         if last is None or dim >= len(last.shape):
             return 0  # of other rank than in the step that was planned
-        rules = [node.rule for node in nodes if node.rule is not None]
-        for axis in _axes_like(self.decision, last.shape[dim], rules):
+        for axis in _axes_like(self.decision, last, nodes):
             # What leads elsewhere is cut as what it reads is.
             backward = pulled_into_loops(nodes, {last: (self._region, Window(axis))})
             if _cut_all(nodes, backward):
@@ -294,22 +280,24 @@ class Stretch:
         return 0
 
 
-def _axes_like(asked: Chunk, size: int, rules: Sequence[Rule]) -> Mapping[Axis, None]:
-    """Return the axis that was asked for, then others within the same dimension.
+def _axes_like(asked: Chunk, last: DeferredTensor, nodes: Sequence[DeferredOp]) -> Iterator[Axis]:
+    """Yield the axis that was asked for, then others within the same dimension.
 
     A dimension of batch times sequence is ``outer * size * inner`` with the batch size of the recorded step in
     ``outer``. In a step with another one the axis is a factor of the dimension in some op's rule.
     """
-    rest, remainder = divmod(size, asked.outer * asked.inner)
-    found = [] if remainder or rest < 2 else [Axis(asked.dim, asked.outer, rest, asked.inner)]
-    for rule in rules:
-        for factors in chain(*rule.inputs, *rule.outputs):
-            sizes = [rule.sizes[f] for f in factors]
-            if math.prod(sizes) == size and len(sizes) > 1:
-                # The planned axis was the innermost part of the dimension, or was not; a guess must agree in that.
-                parts = parts_of(Axis(asked.dim, 1, size, 1), sizes)
-                found += [axis for axis in parts if (axis.inner == 1) == (asked.inner == 1)]
-    return dict.fromkeys(found)
+    rest, remainder = divmod(last.shape[asked.dim], asked.outer * asked.inner)
+    if not remainder and rest > 1:
+        yield Axis(asked.dim, asked.outer, rest, asked.inner)
+    rules = [node.rule for node in nodes if node.rule is not None]
+    own = last.node.rule if last.node is not None else None
+    for axis in axes_of(own, splits_of(rules)) if own is not None else ():
+        # The planned axis was the innermost part of the dimension, or was not; a guess must agree in that.
+        if axis.dim == asked.dim and [axis.outer == 1, axis.inner == 1] == [
+            asked.outer == 1,
+            asked.inner == 1,
+        ]:
+            yield axis
 
 
 def _cut_all(
