@@ -11,7 +11,6 @@ step does:
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +23,7 @@ from sacplan.core.derived import derived
 from sacplan.core.elements import Op
 from sacplan.core.factors.rule import Rule, rule_of
 from sacplan.core.program import Program
-from sacplan.techniques.chunk.flow import FlowGraph
+from sacplan.techniques.chunk.flow import FactorCut, Window, window_of
 from sacplan.torch_compat.ops import is_alias, op_named
 
 
@@ -62,7 +61,7 @@ def rule_of_op(program: Program, op: Op) -> Rule | None:
     return _rule(op.name, op.arguments, layouts(op.inputs), layouts(op.outputs))
 
 
-class Dataflow(FlowGraph):
+class Dataflow:
     """The forward ops of a program.
 
     Args:
@@ -72,8 +71,10 @@ class Dataflow(FlowGraph):
     Attributes:
         program: see above.
         rules, inputs, outputs: by op. An op that returns the tensor that it is given has no inputs and outputs.
-        producer: by tensor, as in ``FlowGraph``; -1 also for one on memory that was written in place.
+        producer: by tensor, the op that returned it first; -1: it comes from outside.
+        consumers: by tensor, the ops that read it.
         computes: by op, whether it is no view.
+        first_use: by op, the first one that computes something from what it gives: itself, unless it is a view.
         storage: by tensor.
         origin: by storage, the one whose memory it is a version of.
         last_op: by storage, the last op at which it is alive; ``n_ops`` if it outlives the step.
@@ -83,12 +84,17 @@ class Dataflow(FlowGraph):
         ops, tensors, writer = program.ops, program.tensors, program.writer
         # It returns the tensor that it was given, so nothing flows through it.
         same = [bool(op.outputs) and set(op.outputs) <= set(op.inputs) and not op.mutates for op in ops]
-        super().__init__(
-            [None if i in pinned else rule_of_op(program, op) for i, op in enumerate(ops)],
-            [() if none else op.inputs for op, none in zip(ops, same, strict=True)],
-            [() if none else op.outputs for op, none in zip(ops, same, strict=True)],
-            len(tensors),
-        )
+        self.rules = [None if i in pinned else rule_of_op(program, op) for i, op in enumerate(ops)]
+        self.inputs = [() if none else op.inputs for op, none in zip(ops, same, strict=True)]
+        self.outputs = [() if none else op.outputs for op, none in zip(ops, same, strict=True)]
+        self.producer = [-1] * len(tensors)
+        self.consumers: list[list[int]] = [[] for _ in tensors]
+        for i in range(len(ops)):
+            for t in dict.fromkeys(self.inputs[i]):
+                self.consumers[t].append(i)
+            for t in self.outputs[i]:
+                if self.producer[t] < 0:
+                    self.producer[t] = i
         self.program = program
         self.n_ops = len(ops)
         self.storage = [t.storage for t in tensors]
@@ -111,14 +117,11 @@ class Dataflow(FlowGraph):
                 self.rules[i] = None
             if not self.computes[i]:
                 viewed.update(self.storage[t] for t in outputs)
-        self.computed_by = [
-            writer.get(s, -1) if self.producer[t] >= 0 else -1 for t, s in enumerate(self.storage)
-        ]
-        self._first_use = self._first_uses()
+        self.first_use = self._first_uses()
         self.last_op = self._last_ops()
 
     def _first_uses(self) -> list[int]:
-        """Return by op the first op that computes something from what it gives: itself, unless it is a view."""
+        """Return ``first_use``."""
         # Backwards, so that the readers of a view are known before the view.
         found = list(range(self.n_ops))
         for i in range(self.n_ops - 1, -1, -1):
@@ -144,28 +147,16 @@ class Dataflow(FlowGraph):
         made = {t for i in ops for t in self.outputs[i]}
         return dict.fromkeys(t for i in ops for t in self.inputs[i] if t not in made)
 
-    def readers(self, tensor: int, end: int) -> Sequence[int]:
-        """Return the ops up to ``end`` that need a tensor, or a view of it, to compute something up to there."""
-        return [c for c in self.consumers[tensor] if c <= end and self._first_use[c] <= end]
+    def slices_read(self, op: int, cut: FactorCut | None) -> list[Window | None]:
+        """Return by input of an op the part that one slice reads; None: all of it."""
+        rule = self.rules[op]
+        if rule is None or cut is None:
+            return [None] * len(self.inputs[op])
+        return [window_of(dims, rule.sizes, cut) for dims in rule.inputs]
 
     def read_after(self, storage: int, op: int) -> bool:
         """Whether a storage is needed after an op: by a later one, or by whoever holds it when the step is over."""
         return self.last_op[storage] == self.n_ops or self._last_read.get(storage, -1) > op
-
-    @functools.cached_property
-    def splits(self) -> dict[int, set[tuple[int, ...]]]:
-        """By size of a dimension, the factors that some op splits such a dimension into.
-
-        A dimension of batch times sequence looks like one factor to a matrix product. A view elsewhere says what it is.
-        """
-        found: dict[int, set[tuple[int, ...]]] = defaultdict(set)
-        for rule in dict.fromkeys(rule for rule in self.rules if rule is not None):
-            for dims in (*rule.inputs, *rule.outputs):
-                for factors in dims:
-                    if len(factors) > 1:
-                        sizes = tuple(rule.sizes[f] for f in factors)
-                        found[functools.reduce(int.__mul__, sizes)].add(sizes)
-        return found
 
 
 @derived

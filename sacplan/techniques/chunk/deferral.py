@@ -23,7 +23,8 @@ from sacplan.record.rehearsal import Rehearsal, RehearsedOps
 from sacplan.techniques.chunk.chunk_entry import CannotChunk, ChunkSpan
 from sacplan.techniques.chunk.executor import losses  # noqa: F401  (registers how losses are put together)
 from sacplan.techniques.chunk.executor.lazy import Lazy, defer, real, root
-from sacplan.techniques.chunk.executor.values import DeferredTensor, SlicedRegion, Window
+from sacplan.techniques.chunk.executor.values import DeferredTensor, SlicedRegion
+from sacplan.techniques.chunk.flow import Window
 from sacplan.techniques.chunk.sampling import SampledSlices
 from sacplan.torch_compat.ops import op_named, tensors_in
 

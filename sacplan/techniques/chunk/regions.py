@@ -1,24 +1,23 @@
 """Which stretches of ops could run in slices, and about how much memory each would take.
 
-For each op near a place where much is alive, and each axis of its first output:
+For each op, and each axis of its first output:
 
-1. The factor flows from there to earlier ops (``flow.py``), within a window. An op that is in the way runs before the
-   loop, and the flow is tried again (``_flow``); or the window begins behind it (``_flows``).
-2. Each op of the flow may be the first one of the loop. The ops from there on that are connected with the last one are
+1. The ops up to there are cut, within a window, backwards from what is asked for (``_cuts``). An op that cannot make
+   it in slices runs before the loop.
+2. Each of these ops may be the first one of the loop. The ops from there on that are connected with the last one are
    a stretch (``_members``).
 3. Its memory is estimated. Outside of the loop it follows from the recording: what is alive at each op, less what the
    loop never makes as a whole. Inside it is ``fixed + by_length * length of a slice`` at each op (``_loop``),
    without what the allocator rounds up. ``stretches.py`` has exact figures.
 
-This is a heuristic search. The window, the number of conflicts, of starts and of flows in all are bounded, and only the
-first output of an op is cut, so the best stretch may not be among the candidates.
+This is a heuristic search. The window and the number of ops at which a stretch may end are bounded, and only the first
+output of an op is asked for, so the best stretch may not be among the candidates.
 
 Layers repeat, so an op whose surroundings were seen before gets the candidates that were found there.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,24 +29,29 @@ import numpy as np
 from sacplan.core.calls import dtype_of
 from sacplan.core.elements import ROOT_SCOPE
 from sacplan.core.factors.axes import Axis
-from sacplan.core.factors.rule import Rule
 from sacplan.core.pins import NO_PINS, Pins
 from sacplan.core.program import Program
 from sacplan.device.devices import DeviceSpec
 from sacplan.techniques.base.regions import connected
 from sacplan.techniques.chunk.dataflow import Dataflow
-from sacplan.techniques.chunk.flow import Conflict, FactorFlow, axis_of, factor_flow, parts_of
+from sacplan.techniques.chunk.flow import (
+    FactorCut,
+    Window,
+    axes_of,
+    cut_of_inputs,
+    cut_of_outputs,
+    slices_made,
+    splits_of,
+    window_of,
+)
 from sacplan.torch_compat.private import is_dense
 
 _WINDOW = 160  # ops that a stretch reaches back at most
 _REPEATED = 24  # ops in a row that are like earlier ones: layers repeat
 _PERIODS = 1.6  # layers, where they repeat
 _BEYOND = 40  # ops after the loop at which Python may still hold what the stretch would have made
-_CONFLICTS = 12  # ops that are made to run before the loop, of one stretch
-_STARTS = 8
-_FLOWS = 32_000  # attempts in all: what is done for a program without repeated layers is bounded
+_ENDS = 4_000  # that are tried: what is done for a program without repeated layers is bounded
 _ROUNDING = 1e-6
-_HOT = 0.1  # share of what the step takes above which memory is worth saving
 
 
 @dataclass(slots=True, eq=False)
@@ -145,8 +149,8 @@ class _Finder:
 
     Attributes:
         live, total: by op, bytes alive while it runs, without and with its workspace.
+        splits: see ``splits_of``.
         surroundings, windows: see ``_surroundings`` and ``_windows``.
-        flows_left: attempts that are left.
     """
 
     def __init__(self, flow: Dataflow, spec: DeviceSpec, pins: Pins) -> None:
@@ -159,32 +163,23 @@ class _Finder:
         self.bytes = [math.prod(t.shape) * dtype_of(t).itemsize for t in self.program.tensors]
         self.surroundings = self._surroundings()
         self.windows = self._windows()
-        self.flows_left = _FLOWS
+        self.splits = splits_of(rule for rule in flow.rules if rule is not None)
         self._units: dict[frozenset[int], bool] = {}
 
     def find(self) -> Iterator[Candidate]:
-        """Find them, beginning where most is alive, so that the bound on attempts ends the least useful."""
+        """Find them, beginning where most is alive, so that the bound on ends leaves out the least useful."""
         flow = self.flow
         if not flow.n_ops:
             return
-        floor = self.program.liveness.initial_bytes
-        hot = np.flatnonzero(self.total > floor + _HOT * (int(self.total.max()) - floor)).tolist()
-        # By kind, the ops at which a stretch could end: they compute into memory of their own, have a rule, and
-        # much is alive in their window.
+        # By kind, the ops at which a stretch could end: they compute into memory of their own, and have a rule.
         by_kind: dict[Any, list[int]] = defaultdict(list)
         for end in range(flow.n_ops):
             if flow.computes[end] and flow.rules[end] is not None and self.program.ops[end].writes:
-                window = self.windows[end]
-                at = bisect.bisect_right(hot, end)
-                if at and hot[at - 1] >= end - window:
-                    first = max(0, end - window)
-                    key = (end - first, end - hot[at - 1], *self.surroundings[first : end + _BEYOND])
-                    by_kind[key].append(end)
-        for ends in sorted(by_kind.values(), key=lambda ends: -self._worth(ends)):
-            if self.flows_left <= 0:
-                return
-            last_hot = hot[bisect.bisect_right(hot, ends[0]) - 1]
-            for found, members, axis in self._stretches(ends[0], last_hot):
+                first = max(0, end - self.windows[end])
+                key = (end - first, *self.surroundings[first : end + _BEYOND])
+                by_kind[key].append(end)
+        for ends in sorted(by_kind.values(), key=lambda ends: -self._worth(ends))[:_ENDS]:
+            for found, members, axis in self._stretches(ends[0]):
                 yield from self._candidates(found, members, axis, ends)
 
     def _worth(self, ends: Sequence[int]) -> int:
@@ -231,66 +226,73 @@ class _Finder:
 
     # --- stretches ---
 
-    def _stretches(self, end: int, last_hot: int) -> Iterator[tuple[FactorFlow, tuple[int, ...], Axis]]:
+    def _stretches(self, end: int) -> Iterator[tuple[dict[int, FactorCut], tuple[int, ...], Axis]]:
         """Yield stretches that end with an op: the flow, the ops of the loop, and what is sliced of the last one."""
         flow = self.flow
-        seed, rule = flow.outputs[end][0], flow.rules[end]
+        rule = flow.rules[end]
         assert rule is not None
         seen: set[Any] = set()
-        for axis in self._axes(rule):
-            for found in self._flows(end, seed, axis):
-                # A loop that begins behind the last hot op lowers nothing.
-                starts = sorted(i for i in found.within if flow.computes[i] and i <= last_hot)
-                for start in starts:
-                    members = self._members(found, start, end)
-                    if members and (axis, members) not in seen:
-                        seen.add((axis, members))
-                        yield found, members, axis
+        for axis in axes_of(rule, self.splits):
+            found = self._cuts(end, axis)
+            for start in sorted(i for i in found if flow.computes[i]):
+                members = self._members(found, start, end)
+                if members and (axis, members) not in seen:
+                    seen.add((axis, members))
+                    yield found, members, axis
 
-    def _axes(self, rule: Rule) -> Iterator[Axis]:
-        """Yield the axes of an op's first output: its factors, and parts of these that other ops see (``splits``)."""
-        for dim, factors in enumerate(rule.outputs[0]):
-            sizes = [rule.sizes[f] for f in factors]
-            for axis in parts_of(Axis(dim, 1, math.prod(sizes), 1), sizes):
-                yield axis
-                for split in self.flow.splits.get(axis.size, ()):
-                    yield from parts_of(axis, split)
+    def _cuts(self, end: int, axis: Axis) -> dict[int, FactorCut]:
+        """Return how ops up to one are cut if it is asked for in slices along an axis of its first output.
 
-    def _flows(self, end: int, seed: int, axis: Axis) -> Iterator[FactorFlow]:
-        """Yield flows from as far back as may be, then from behind the first op that was in the way, and so on."""
-        start = max(0, end - self.windows[end])
-        for _ in range(_STARTS):
-            found, obstacles = self._flow(end, seed, axis, start)
-            if found is not None:
-                yield found
-            later = [op for op in obstacles if start <= op < end]
-            if not later:
-                return
-            start = min(later) + 1
-
-    def _flow(self, end: int, seed: int, axis: Axis, start: int) -> tuple[FactorFlow | None, set[int]]:
-        """Let the factor flow, and make each op that is in the way run before the loop, until it flows.
-
-        Returns:
-            The flow, or None if an op is in the way for which that is no help; and the ops that run before.
+        First backwards from there, so that all readers of a tensor are known before its maker. What an op outside of
+        the loop reads, or what two ops of the loop read in different ways, is made before the loop. Then forward to ops
+        that lead elsewhere. What one of these cannot take in slices is made before the loop, too, so all begins anew.
         """
+        flow = self.flow
+        ops = [i for i in range(max(0, end - self.windows[end]), end + 1) if flow.first_use[i] <= end]
         whole: set[int] = set()
-        for _ in range(_CONFLICTS):
-            self.flows_left -= 1
-            try:
-                return factor_flow(self.flow, seed, axis, start, end, whole), whole
-            except Conflict as conflict:
-                if conflict.op < 0 or conflict.op in whole or conflict.op == end:
-                    break
-                whole.add(conflict.op)
-        return None, whole
+        while True:
+            asked: dict[int, set[Window | None]] = defaultdict(set, {t: {None} for t in whole})
+            asked[flow.outputs[end][0]].add(Window(axis))
+            found: dict[int, FactorCut] = {}
+            made: dict[int, Window | None] = {}
+            elsewhere: list[int] = []
+            for i in reversed(ops):
+                wanted = [asked[t] for t in flow.outputs[i]]
+                if not any(wanted):
+                    elsewhere.append(i)
+                    continue
+                self._cut(i, cut_of_outputs(flow.rules[i], wanted), found, made)
+                for t, window in zip(flow.inputs[i], flow.slices_read(i, found.get(i)), strict=True):
+                    asked[t].add(window)
+            known = len(whole)
+            for i in reversed(elsewhere):
+                read = {t: made[t] for t in flow.inputs[i] if t in made}
+                # A part that slices add up to is there after the loop.
+                sliced = read and None not in read.values()
+                cut = cut_of_inputs(flow.rules[i], map(read.get, flow.inputs[i])) if sliced else None
+                if read and not self._cut(i, cut, found, made):
+                    whole.update(read)
+            if len(whole) == known:
+                return found
 
-    def _members(self, found: FactorFlow, start: int, end: int) -> tuple[int, ...]:
+    def _cut(
+        self, i: int, cut: FactorCut | None, found: dict[int, FactorCut], made: dict[int, Window | None]
+    ) -> bool:
+        """Note how an op is cut, and the slices that it makes; return whether it can be cut so."""
+        rule = self.flow.rules[i]
+        slices = slices_made(rule, cut) if rule is not None and cut is not None else None
+        if cut is None or slices is None:
+            return False
+        found[i] = cut
+        made.update((t, window) for t, (window, _) in zip(self.flow.outputs[i], slices, strict=True))
+        return True
+
+    def _members(self, found: dict[int, FactorCut], start: int, end: int) -> tuple[int, ...]:
         """Return the ops of the loop if it begins at ``start``, without views of what it does not make."""
         flow = self.flow
         members: list[int] = []
         made: set[int] = set()
-        for i in sorted(found.within):
+        for i in sorted(found):
             if i < start:
                 continue
             # A view of an input is taken outside of the loop.
@@ -308,7 +310,7 @@ class _Finder:
         return next(tuple(group) for group in connected(members, pairs) if end in group)
 
     def _candidates(
-        self, found: FactorFlow, members: tuple[int, ...], axis: Axis, ends: Sequence[int]
+        self, found: dict[int, FactorCut], members: tuple[int, ...], axis: Axis, ends: Sequence[int]
     ) -> Iterator[Candidate]:
         """Place a stretch at ops that are alike, wherever it lowers the most that is alive there.
 
@@ -394,7 +396,7 @@ class _Finder:
         return self._units[scopes]
 
     def _loop(
-        self, found: FactorFlow, members: Sequence[int], exits: Sequence[tuple[int, int]]
+        self, found: dict[int, FactorCut], members: Sequence[int], exits: Sequence[tuple[int, int]]
     ) -> tuple[frozenset[tuple[float, float]], float, float]:
         """Return ``lines``, ``slice_ms`` and ``loop_ms`` of a shape.
 
@@ -403,7 +405,7 @@ class _Finder:
         launches, and of operands that it reads whole.
         """
         flow, program = self.flow, self.program
-        size = next(iter(found.within.values())).size
+        size = found[members[-1]].axis.size
         made = {t for i in members for t in flow.outputs[i]}
         last: dict[int, int] = {}
         for i in members:
@@ -413,19 +415,19 @@ class _Finder:
         slice_ms = len(exits) * self.launch_ms
         alive: dict[int, tuple[float, float]] = {}
         for i in members:
-            rule, within = flow.rules[i], found.within[i]
+            rule, cut = flow.rules[i], found[i]
             assert rule is not None
             again = 0
             for t, dims in zip(flow.inputs[i], rule.inputs, strict=True):
-                axis = axis_of(dims, rule.sizes, within)
-                if axis is None:
+                window = window_of(dims, rule.sizes, cut)
+                if window is None:
                     again += self.bytes[t]
-                elif t not in made and axis.outer > 1:
+                elif t not in made and window.axis.outer > 1:
                     alive.setdefault(flow.origin[flow.storage[t]], (0.0, self.bytes[t] / size))  # a copy
             if flow.computes[i]:
-                for t in flow.outputs[i]:
-                    cut = t in found.axes
-                    n_bytes = (0.0, self.bytes[t] / size) if cut else (float(self.bytes[t]), 0.0)
+                for t, dims in zip(flow.outputs[i], rule.outputs, strict=True):
+                    sliced = window_of(dims, rule.sizes, cut) is not None
+                    n_bytes = (0.0, self.bytes[t] / size) if sliced else (float(self.bytes[t]), 0.0)
                     alive.setdefault(flow.origin[flow.storage[t]], n_bytes)
                 by_length = sum(b for _, b in alive.values()) + program.ops[i].workspace_bytes / size
                 lines.add((sum(a for a, _ in alive.values()), by_length))

@@ -11,10 +11,8 @@ early, the loop has one slice and no op is cut: slower, never wrong.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -24,19 +22,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from sacplan.core.decisions import Chunk
 from sacplan.core.factors.axes import Axis
-from sacplan.core.factors.rule import Kind, Rule, rule_of
+from sacplan.core.factors.rule import Kind, rule_of
 from sacplan.errors import RecipeError
 from sacplan.techniques.chunk.executor.lazy import Lazy, real
-from sacplan.techniques.chunk.executor.loop import run_nodes, slices_made
+from sacplan.techniques.chunk.executor.loop import needed_nodes, pulled_into_loops, run_nodes
 from sacplan.techniques.chunk.executor.values import (
     Choose,
     DeferredOp,
     DeferredTensor,
-    FactorCut,
+    Held,
     SlicedRegion,
     Stage,
 )
-from sacplan.techniques.chunk.flow import Conflict, FlowGraph, factor_flow, parts_of
+from sacplan.techniques.chunk.flow import FactorCut, Window, axes_of, cut_of_inputs, slices_made, splits_of
 from sacplan.techniques.runtime.recording import unrecorded
 from sacplan.torch_compat.local_tensors import DEFERRED_TYPES
 from sacplan.torch_compat.ops import is_alias, op_traits, tensors_in
@@ -177,7 +175,7 @@ class Stretch:
             # mode of the program sees this.
             made = func(*likes, **named_likes)
         rule = rule_of(func, likes, named_likes, list(tensors_in(made)))
-        node = DeferredOp(func, of_node, named, Stage.LOOP, rule=rule)
+        node = DeferredOp(func, of_node, named, Stage.FREE, rule=rule)
         self._nodes.append(node)
         results = [node.new_output(self._region, like) for like in tensors_in(made)]
         self._like.update(zip(results, tensors_in(made), strict=True))
@@ -222,7 +220,8 @@ class Stretch:
         Returns:
             Whether it ran in slices.
         """
-        nodes = self._needed()
+        last = self._nodes[-1].made[0]
+        nodes = needed_nodes([*self._filled(), *([] if last is None else [last])])
         size = self._cut(nodes)
         if not size:
             self.run_whole()
@@ -263,75 +262,59 @@ class Stretch:
         self._buffers.clear()
         self._bound = WeakIdKeyDictionary()
 
-    def _needed(self) -> list[DeferredOp]:
-        """Return the ops that compute something, and the views that are kept or that one of these reads."""
-        # Backwards: a view is needed only if a later node, or a buffer, reads it. An op that computes is kept
-        # even if nobody reads it, as in the plain step.
-        wanted = set(self._filled())
-        found = []
-        for node in reversed(self._nodes):
-            if not is_alias(str(node.func)) or not wanted.isdisjoint(node.made):
-                found.append(node)
-                wanted.update(node.values)
-        return found[::-1]
-
     def _cut(self, nodes: Sequence[DeferredOp]) -> int:
         """Cut the nodes along the axis that was asked for, or one like it where sizes differ.
 
         Returns:
             The size of the axis, or 0 if there is none.
         """
-        # Each 0 makes the stretch run whole: slower, never wrong.
-        rules = [node.rule for node in nodes if node.rule is not None]
+        # 0 makes the stretch run whole: slower, never wrong.
         last, dim = self._nodes[-1].made[0], self.decision.dim
-        # An op must see whole tensors; or the last one makes a tensor of other rank than in the step that was planned.
-        if len(rules) < len(nodes) or last is None or dim >= len(last.shape):
-            return 0
-        for axis in _axes_like(self.decision, last.shape[dim], rules):
-            if _cut_along(nodes, last, axis):
+        if last is None or dim >= len(last.shape):
+            return 0  # of other rank than in the step that was planned
+        for axis in _axes_like(self.decision, last, nodes):
+            # What leads elsewhere is cut as what it reads is.
+            backward = pulled_into_loops(nodes, {last: (self._region, Window(axis))})
+            if _cut_all(nodes, backward):
                 return axis.size
         return 0
 
 
-def _axes_like(asked: Chunk, size: int, rules: Sequence[Rule]) -> Mapping[Axis, None]:
-    """Return the axis that was asked for, then others within the same dimension.
+def _axes_like(asked: Chunk, last: DeferredTensor, nodes: Sequence[DeferredOp]) -> Iterator[Axis]:
+    """Yield the axis that was asked for, then others within the same dimension.
 
     A dimension of batch times sequence is ``outer * size * inner`` with the batch size of the recorded step in
     ``outer``. In a step with another one the axis is a factor of the dimension in some op's rule.
     """
-    rest, remainder = divmod(size, asked.outer * asked.inner)
-    found = [] if remainder or rest < 2 else [Axis(asked.dim, asked.outer, rest, asked.inner)]
-    for rule in rules:
-        for factors in chain(*rule.inputs, *rule.outputs):
-            sizes = [rule.sizes[f] for f in factors]
-            if math.prod(sizes) == size and len(sizes) > 1:
-                # The planned axis was the innermost part of the dimension, or was not; a guess must agree in that.
-                parts = parts_of(Axis(asked.dim, 1, size, 1), sizes)
-                found += [axis for axis in parts if (axis.inner == 1) == (asked.inner == 1)]
-    return dict.fromkeys(found)
+    rest, remainder = divmod(last.shape[asked.dim], asked.outer * asked.inner)
+    if not remainder and rest > 1:
+        yield Axis(asked.dim, asked.outer, rest, asked.inner)
+    rules = [node.rule for node in nodes if node.rule is not None]
+    own = last.node.rule if last.node is not None else None
+    for axis in axes_of(own, splits_of(rules)) if own is not None else ():
+        # The planned axis was the innermost part of the dimension, or was not; a guess must agree in that.
+        if axis.dim == asked.dim and [axis.outer == 1, axis.inner == 1] == [
+            asked.outer == 1,
+            asked.inner == 1,
+        ]:
+            yield axis
 
 
-def _cut_along(nodes: Sequence[DeferredOp], last: DeferredTensor, axis: Axis) -> bool:
-    """Cut nodes, and what they make, so that one value is cut along an axis; False if that is not possible."""
-    numbers: dict[DeferredTensor, int] = {}
-
-    def numbered(values: Sequence[DeferredTensor | None]) -> tuple[int, ...]:
-        return tuple(numbers.setdefault(value, len(numbers)) for value in values if value is not None)
-
-    inputs = [numbered(node.values) for node in nodes]
-    outputs = [numbered(node.made) for node in nodes]  # all there: the stretch refers to them
-    graph = FlowGraph([node.rule for node in nodes], inputs, outputs, len(numbers))
-    try:
-        flow = factor_flow(graph, numbers[last], axis, 0, len(nodes) - 1)
-    except Conflict:
-        return False
-    if len(flow.within) < len(nodes):
-        return False  # no slice reaches an op, so that nothing says how it is cut
-    for i, node in enumerate(nodes):
-        assert node.rule is not None
-        node.cut = FactorCut(flow.within[i])
-        made = slices_made(node.rule, node.cut)
-        assert made is not None
+def _cut_all(
+    nodes: Sequence[DeferredOp], backward: Mapping[DeferredOp, tuple[SlicedRegion, FactorCut]]
+) -> bool:
+    """Cut nodes, and what they make, as is known or else as what they read; return whether that is possible."""
+    windows: dict[DeferredTensor | Held | None, Window | None] = {}
+    cuts: list[tuple[FactorCut, list[tuple[Window | None, Kind | None]]]] = []
+    for node in nodes:
+        known = backward.get(node)
+        cut = known[1] if known is not None else cut_of_inputs(node.rule, map(windows.get, node.inputs))
+        made = slices_made(node.rule, cut) if cut is not None and node.rule is not None else None
+        if cut is None or made is None:
+            return False
+        cuts.append((cut, made))
+        windows.update(zip(node.made, (window for window, _ in made), strict=True))
+    for node, (node.cut, made) in zip(nodes, cuts, strict=True):
         for value, (window, combined) in zip(node.made, made, strict=True):
             if value is not None:
                 value.window, value.combined = window, combined

@@ -29,7 +29,8 @@ from sacplan.core.factors.axes import Axis
 from sacplan.techniques.chunk.executor import losses as losses  # registers what it rewrites
 from sacplan.techniques.chunk.executor.lazy import Lazy, Targets, keep_gradient_real, once, watch
 from sacplan.techniques.chunk.executor.loop import compute_with_memory, viewed_by
-from sacplan.techniques.chunk.executor.values import DeferredTensor, SlicedRegion, Window
+from sacplan.techniques.chunk.executor.values import DeferredTensor, SlicedRegion
+from sacplan.techniques.chunk.flow import Window
 from sacplan.torch_compat.autograd import autograd_as_outside, set_version
 
 Compute = Callable[[Sequence[DeferredTensor]], list[torch.Tensor]]

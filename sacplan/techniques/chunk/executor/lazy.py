@@ -29,19 +29,18 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from sacplan.core.factors.axes import Axis, into_factor
+from sacplan.core.factors.axes import Axis
 from sacplan.core.factors.rule import Kind, Rule, rule_of
 from sacplan.errors import ChunkError
-from sacplan.techniques.chunk.executor.loop import compute, slices_made
+from sacplan.techniques.chunk.executor.loop import compute
 from sacplan.techniques.chunk.executor.values import (
     DeferredOp,
     DeferredTensor,
-    FactorCut,
     Held,
     SlicedRegion,
     Stage,
-    Window,
 )
+from sacplan.techniques.chunk.flow import FactorCut, Window, cut_of_inputs, slices_made
 from sacplan.techniques.runtime.tensors import history_free_aliases
 from sacplan.torch_compat.autograd import backward_number, in_backward, runs_in_backward
 from sacplan.torch_compat.calls import Call
@@ -326,16 +325,9 @@ class _Deferral(Call):
         rule = rule_of(self.func, args, kwargs, made)
         if rule is None:
             return self._whole("no rule")
-        cut = None
-        for x, dims in zip(self.inputs, rule.inputs, strict=True):
-            if isinstance(x, Lazy) and x.value.window is not None:
-                found = into_factor(dims, rule.sizes, x.value.window.axis)
-                here = None if found is None else FactorCut(found, x.value.window.start)
-                # An input is cut where the rule has no factor, or two inputs are cut along different ones.
-                if here is None or (cut is not None and here != cut):
-                    return self._whole("its arguments are sliced in different ways")
-                cut = here
-        assert cut is not None
+        cut = cut_of_inputs(rule, [x.value.window if isinstance(x, Lazy) else None for x in self.inputs])
+        if cut is None:
+            return self._whole("its arguments are sliced in different ways")
         windows = slices_made(rule, cut)
         if windows is None:
             return self._whole("it cannot be sliced along this axis")

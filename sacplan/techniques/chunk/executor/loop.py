@@ -4,7 +4,7 @@
 
 1. Collect the ops that the values need, in the order in which they were deferred (``needed_nodes``).
 2. Run the free ones. One whose results are read in slices only, and always in the same, goes into the loop instead
-   (``_pulled``), so that they are never there as a whole: a causal mask, for example.
+   (``pulled_into_loops``), so that they are never there as a whole: a causal mask, for example.
 3. For each slice of the region, run all ops of the loop on slices (``_Loop``). A slice is let go of after its last use.
    Sliced results are written into tensors with the strides that were recorded. Parts of reduced ones are combined:
    ``total = combine(total, part)``, so that sums are added in the order of the slices.
@@ -27,17 +27,16 @@ from typing import Any, TypeGuard
 import torch
 from torch.utils._pytree import tree_map
 
-from sacplan.core.factors.axes import from_factor, into_factor, put, resized_arguments, take
-from sacplan.core.factors.rule import Kind, Rule
+from sacplan.core.factors.axes import put, resized_arguments, take
+from sacplan.core.factors.rule import Kind
 from sacplan.techniques.chunk.executor.values import (
     DeferredOp,
     DeferredTensor,
-    FactorCut,
     Held,
     SlicedRegion,
     Stage,
-    Window,
 )
+from sacplan.techniques.chunk.flow import FactorCut, Window, cut_of_outputs, window_of
 from sacplan.techniques.runtime.recording import unrecorded
 from sacplan.torch_compat.ops import is_alias, tensors_in
 from sacplan.torch_compat.private import storage_key
@@ -138,7 +137,7 @@ class _Computation:
         self.nodes = needed_nodes(values)
 
     def run(self) -> list[torch.Tensor]:
-        pulled = self._pulled()
+        pulled = pulled_into_loops(self.nodes, dict.fromkeys(self.values))
         loops: dict[SlicedRegion, list[tuple[DeferredOp, FactorCut | None]]] = defaultdict(list)
         for node in self.nodes:
             if node in pulled:
@@ -174,32 +173,6 @@ class _Computation:
             for v in [v for v in self.known if last[v] is node and v not in self.values]:
                 del self.known[v]
         return [self.known[v] if v in self.known else v.whole() for v in self.values]
-
-    def _pulled(self) -> dict[DeferredOp, tuple[SlicedRegion, FactorCut]]:
-        """Return the free nodes that run in a loop, each with its region and cut.
-
-        Goes backwards from the values that are asked for (None: as a whole) and from the ops of loops, so that all
-        readers of a value are known when its maker is looked at.
-        """
-        # By free value, the slices in which it is asked for, or None where somebody asks for all of it.
-        asked: dict[DeferredTensor, set[tuple[SlicedRegion, Window] | None]] = defaultdict(set)
-        for v in self.values:
-            asked[v].add(None)
-        found: dict[DeferredOp, tuple[SlicedRegion, FactorCut]] = {}
-        for node in reversed(self.nodes):
-            region, cut = None, node.cut
-            if node.stage is Stage.LOOP:
-                region = _region_of(node)
-            elif node.stage is Stage.FREE:
-                here = _common_cut(node, asked)
-                if here is not None:
-                    found[node] = region, cut = here
-            windows = slices_read(node, cut)
-            for i, x in enumerate(node.inputs):
-                if isinstance(x, DeferredTensor) and x.free:
-                    window = windows[i]
-                    asked[x].add(None if window is None or region is None else (region, window))
-        return found
 
     def _run_whole(self, node: DeferredOp) -> None:
         out = _call(node, lambda x: _whole(x, self.known, node), node.args)
@@ -407,53 +380,44 @@ def slices_read(node: DeferredOp, cut: FactorCut | None) -> list[Window | None]:
         return [x.window if isinstance(x, DeferredTensor) else None for x in node.inputs]
     if cut is None or node.rule is None:
         return [None] * len(node.inputs)
-    axes = (from_factor(dims, node.rule.sizes, cut.axis) for dims in node.rule.inputs)
-    return [None if axis is None else Window(axis, cut.start) for axis in axes]
+    return [window_of(dims, node.rule.sizes, cut) for dims in node.rule.inputs]
 
 
-def _common_cut(
-    node: DeferredOp, asked: Mapping[DeferredTensor, set[tuple[SlicedRegion, Window] | None]]
-) -> tuple[SlicedRegion, FactorCut] | None:
-    """Return where to slice a free node so that every one of its outputs is asked for in just these slices, if so."""
-    if node.rule is None:
-        return None  # it must see whole tensors
-    found: tuple[SlicedRegion, FactorCut] | None = None
-    for i, v in enumerate(node.made):
-        wanted = asked.get(v, set()) if v is not None else set()
-        if v is None or not wanted:
-            continue
-        if len(wanted) != 1 or (one := next(iter(wanted))) is None:
-            return None  # asked for in different slices, or as a whole
-        region, window = one
-        axis = into_factor(node.rule.outputs[i], node.rule.sizes, window.axis)
-        if axis is None or not node.rule.may_slice(axis.factor):
-            return None  # the op cannot make such slices
-        here = region, FactorCut(axis, window.start)
-        if found is not None and here != found:
-            return None  # two outputs are asked for in different slices
-        found = here
-    if found is not None:
-        for i, v in enumerate(node.made):
-            factor = found[1].axis.factor
-            if v is not None and from_factor(node.rule.outputs[i], node.rule.sizes, found[1].axis) is None:
-                return None  # an output that would not be sliced, and a free one has nobody to combine it
-            if node.rule.kind(factor, i) is not Kind.PASS:
-                return None
-    return found
+def pulled_into_loops(
+    nodes: Sequence[DeferredOp], asked: Mapping[DeferredTensor, tuple[SlicedRegion, Window] | None]
+) -> dict[DeferredOp, tuple[SlicedRegion, FactorCut]]:
+    """Return the free nodes that run in a loop, each with its region and cut.
 
+    Goes backwards from the values that are asked for and from the ops of loops, so that all readers of a value are
+    known when its maker is looked at.
 
-def slices_made(rule: Rule, cut: FactorCut) -> list[tuple[Window | None, Kind | None]] | None:
-    """Return for each output of an op that is sliced the part that one slice makes, or how parts are combined.
-
-    None: the op cannot be sliced so.
+    Args:
+        nodes: in the order in which they were deferred.
+        asked: by value that is asked for, in which slices, or None: as a whole.
     """
-    found: list[tuple[Window | None, Kind | None]] = []
-    for i, dims in enumerate(rule.outputs):
-        kind = rule.kind(cut.axis.factor, i)
-        if not kind.makes_the_whole:
-            return None
-        axis = from_factor(dims, rule.sizes, cut.axis)
-        found.append((None, kind) if axis is None else (Window(axis, cut.start), None))
+    # By free value, the slices in which it is asked for, or None where somebody asks for all of it.
+    wanted: dict[DeferredTensor, set[tuple[SlicedRegion, Window] | None]] = defaultdict(set)
+    for v, slices in asked.items():
+        wanted[v].add(slices)
+    found: dict[DeferredOp, tuple[SlicedRegion, FactorCut]] = {}
+    for node in reversed(nodes):
+        region, cut = None, node.cut
+        if node.stage is Stage.LOOP:
+            region = _region_of(node)
+        elif node.stage is Stage.FREE:
+            slices_asked = [wanted.get(v, set()) if v is not None else set() for v in node.made]
+            regions = {one[0] for each in slices_asked for one in each if one is not None}
+            cut = cut_of_outputs(node.rule, [{one and one[1] for one in each} for each in slices_asked])
+            if cut is not None and len(regions) == 1:
+                region = regions.pop()
+                found[node] = region, cut
+            elif any(slices_asked):
+                cut = None
+            else:
+                continue  # nothing asks for it
+        for x, window in zip(node.inputs, slices_read(node, cut), strict=True):
+            if isinstance(x, DeferredTensor) and x.free:
+                wanted[x].add(None if window is None or region is None else (region, window))
     return found
 
 

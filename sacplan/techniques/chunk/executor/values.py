@@ -23,40 +23,15 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sacplan.core.factors.axes import Axis, FactorAxis
 from sacplan.core.factors.rule import Kind, Rule
 from sacplan.errors import ChunkError
+from sacplan.techniques.chunk.flow import FactorCut, Window
 from sacplan.techniques.runtime.tensors import version_of
-
-
-class Window(NamedTuple):
-    """The part of a region's axis that a sliced tensor has.
-
-    Attributes:
-        axis: where it lies in the tensor.
-        start: the index in the region's axis at which it begins; a shifted tensor begins later.
-    """
-
-    axis: Axis
-    start: int = 0
-
-    def clip(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the part of the slice [``start``, ``stop``) of the region that it has, in the tensor's own indices."""
-        # In the tensor's own indices, cut off where it ends. A slice that misses it is empty.
-        size = self.axis.size
-        return max(0, min(size, start - self.start)), max(0, min(size, stop - self.start))
-
-
-class FactorCut(NamedTuple):
-    """The factor along which an op is sliced, and where that begins in the region's axis."""
-
-    axis: FactorAxis
-    start: int = 0
 
 
 class Stage(enum.Enum):
