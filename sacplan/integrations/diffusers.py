@@ -31,8 +31,7 @@ import torch.nn.functional as F
 from sacplan.integrations.hf.lora import ALL_LINEAR, parse
 from sacplan.integrations.hf.target import DEFAULTS, ModelOptions, Target, TargetError, hinted
 from sacplan.integrations.peft import library
-from sacplan.profiling.optimizer_names import NONE
-from sacplan.profiling.optimizer_table import candidate_named
+from sacplan.profiling.optimizer_names import NONE, named_optimizer
 from sacplan.record.step import run_planned as run_planned
 from sacplan.torch_compat.host_memory import device_of
 
@@ -102,7 +101,7 @@ def build(target: str, asked: ModelOptions, place: str) -> Target:
         "optimizer": options.optimizer,
     }
     chosen = str(options.optimizer)
-    optimizer = None if chosen == NONE else candidate_named(chosen).make
+    optimizer = None if chosen == NONE else named_optimizer(chosen).make
     batch = make_batch(int(options.batch or 1))
     return Target(target, model, batch, DenoisingLoss(dtype), optimizer, make_batch, facts)
 

@@ -34,7 +34,7 @@ from sacplan.planning.limits import EXPANDABLE_SEGMENTS, Room, beside_others
 from sacplan.planning.plan import Plan
 from sacplan.planning.planner import ROTOR_STAGES, Planner, smallest_bytes
 from sacplan.planning.search import PlanSearch
-from sacplan.profiling.optimizer_table import BY_NAME
+from sacplan.profiling.optimizer_names import BY_NAME
 from sacplan.profiling.optimizers import is_replaceable, with_other_optimizer
 from sacplan.profiling.profile import Profile
 from sacplan.record.limits import WITHOUT_HOOKS

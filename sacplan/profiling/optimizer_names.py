@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import re
 from collections.abc import Mapping
@@ -15,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class NamedOptimizer:
-    """An optimizer that has a name.
+    """An optimizer that has a name. Called with parameters, it makes one; its library is imported when it first does.
 
     Attributes:
         name: as it is written in tables.
@@ -46,6 +47,24 @@ class NamedOptimizer:
         more = "".join(f", {name}={value!r}" for name, value in self.arguments.items())
         return self.code or f"{self.path.replace(':', '.')}(params{more})"
 
+    @property
+    def make(self) -> Any:
+        """``params -> optimizer``: of torch's own without arguments the class itself, which ``fit`` recognises."""
+        library, _, kind = self.path.partition(":")
+        is_class = library == "torch.optim" and not self.arguments
+        return getattr(importlib.import_module(library), kind) if is_class else self
+
+    @property
+    def steps_shards(self) -> bool:
+        """Whether it steps parameters that are sharded (``DTensor``). Those of bitsandbytes do not."""
+        return self.install != "bitsandbytes"
+
+    def __call__(self, params: Any) -> Any:
+        """Make the optimizer."""
+        from sacplan.profiling.optimizer_table import made  # imports torch
+
+        return made(self, list(params))
+
 
 def _read() -> tuple[NamedOptimizer, ...]:
     rows = json.loads(Path(__file__).with_name("optimizers.json").read_text(encoding="utf-8"))
@@ -71,7 +90,11 @@ def _key(name: str) -> str:
 
 # Aliases lead to the same entry. Names are compared without case and punctuation.
 _BY_KEY = {_key(name): one for one in OPTIMIZERS for name in (one.name, *one.aliases)}
-NAMES = tuple(one.name for one in OPTIMIZERS)
+BY_NAME = {one.name: one for one in OPTIMIZERS}
+COMPARED = ("adamw-fused", "adamw-8bit")
+"""Those that a verdict compares with Adam and AdamW."""
+COMPARED_ON_HOST = ("paged-adamw-8bit", "adamw-offload", "adamw-offload-gradients")
+"""Those that it adds where these do not fit: their state is on the host."""
 
 
 def named_optimizer(name: str) -> NamedOptimizer:
@@ -86,7 +109,9 @@ def named_optimizer(name: str) -> NamedOptimizer:
         # Two similar keys may be aliases of one optimizer, which is suggested once.
         like = [_BY_KEY[key].name for key in near]
         known = (
-            f"Did you mean {' or '.join(dict.fromkeys(like))}?" if like else f"Known are {', '.join(NAMES)}."
+            f"Did you mean {' or '.join(dict.fromkeys(like))}?"
+            if like
+            else f"Known are {', '.join(BY_NAME)}."
         )
         raise ValueError(f"unknown optimizer {name!r}. {known}")
     return found

@@ -12,7 +12,6 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.kernels import active_device
 from sacplan.errors import TraceError
-from sacplan.profiling.optimizer_names import OPTIMIZERS, NamedOptimizer, named_optimizer
+from sacplan.profiling.optimizer_names import NamedOptimizer, named_optimizer
 from sacplan.record.host_state import CPUOffloadSizes
 
 BLOCK = 256
@@ -121,101 +120,41 @@ _SIZES: dict[str, Factory] = {
 """In the place of classes of these names, for fake steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerCandidate:
-    """An optimizer that a step may use.
+def made(named: NamedOptimizer, params: list[Any]) -> torch.optim.Optimizer:
+    """Make an optimizer by its name.
 
-    Attributes:
-        name: of the option of ``sacplan``, and in tables.
-        says: in a sentence.
-        make: ``params -> optimizer``.
-        code: what makes it.
+    The sizes stand in only where nothing is computed. A real step runs the real class, and so does a fake one for which
+    there are no sizes.
     """
-
-    name: str
-    says: str
-    make: Factory
-    code: str
-    steps_shards: bool = True
-    """Whether it steps parameters that are sharded (``DTensor``). Those of bitsandbytes do not."""
+    if _has_sizes_for(named, active_device()) and all(map(_is_without_data, params)):
+        return _SIZES[named.sizes](params, **named.arguments)
+    found: torch.optim.Optimizer = _class(named)(params, **named.arguments)
+    return found
 
 
-def _factory(named: NamedOptimizer) -> Factory:
+def _has_sizes_for(named: NamedOptimizer, spec: DeviceSpec | None) -> bool:
+    """Whether sizes take the place of the class in a fake step.
+
+    They are those of CUDA's fused update. On a CPU bitsandbytes updates in float32 copies, which its class shows where
+    it is installed.
+    """
+    own_kernels = spec is not None and spec.kind == "cpu" and named.install == "bitsandbytes"
+    return bool(named.sizes) and not (own_kernels and importlib.util.find_spec("bitsandbytes") is not None)
+
+
+def _class(named: NamedOptimizer) -> Any:
     library, _, kind = named.path.partition(":")
-    if library == "torch.optim" and not named.arguments:
-        found: Factory = getattr(torch.optim, kind)  # the class itself, which ``fit`` recognises
-        return found
-    return _Make(named)
-
-
-@dataclass(frozen=True, slots=True)
-class _Make:
-    """``params -> optimizer``, with the class of a library that is imported when it is first needed."""
-
-    named: NamedOptimizer
-
-    def __call__(self, params: Any) -> torch.optim.Optimizer:
-        given, named = list(params), self.named
-        # The sizes stand in only where nothing is computed. A real step runs the real class, and so does a fake one for
-        # which there are no sizes.
-        if self._has_sizes_for(active_device()) and all(map(_is_without_data, given)):
-            return _SIZES[named.sizes](given, **named.arguments)
-        made: torch.optim.Optimizer = self._class()(given, **named.arguments)
-        return made
-
-    def before_a_step_on(self, spec: DeviceSpec) -> None:
-        """Import the class, if a fake step on this device needs it.
-
-        Not in that step: bitsandbytes makes tables while it is imported, and would keep fake ones.
-        """
-        if not self._has_sizes_for(spec):
-            self._class()
-
-    def _has_sizes_for(self, spec: DeviceSpec | None) -> bool:
-        """Whether sizes take the place of the class in a fake step.
-
-        They are those of CUDA's fused update. On a CPU bitsandbytes updates in float32 copies, which its class shows
-        where it is installed.
-        """
-        own_kernels = spec is not None and spec.kind == "cpu" and self.named.install == "bitsandbytes"
-        return bool(self.named.sizes) and not (
-            own_kernels and importlib.util.find_spec("bitsandbytes") is not None
-        )
-
-    def _class(self) -> Any:
-        library, _, kind = self.named.path.partition(":")
-        try:
-            return getattr(importlib.import_module(library), kind)
-        except ModuleNotFoundError as error:
-            raise TraceError(
-                f"optimizer {self.named.name!r} is {self.named.path.replace(':', '.')}, and {error.name} is not "
-                f"installed; run: pip install {self.named.install or library}"
-            ) from error
+    try:
+        return getattr(importlib.import_module(library), kind)
+    except ModuleNotFoundError as error:
+        raise TraceError(
+            f"optimizer {named.name!r} is {named.path.replace(':', '.')}, and {error.name} is not installed; run: pip "
+            f"install {named.install or library}"
+        ) from error
 
 
 def _is_without_data(parameter: Any) -> bool:
     return isinstance(parameter, FakeTensor) or getattr(parameter, "is_meta", False)
-
-
-BY_NAME = {
-    named.name: OptimizerCandidate(
-        named.name, named.says, _factory(named), named.written, steps_shards=named.install != "bitsandbytes"
-    )
-    for named in OPTIMIZERS
-}
-COMPARED = ("adamw-fused", "adamw-8bit")
-"""Those that a verdict compares with Adam and AdamW."""
-COMPARED_ON_HOST = ("paged-adamw-8bit", "adamw-offload", "adamw-offload-gradients")
-"""Those that it adds where these do not fit: their state is on the host."""
-
-
-def candidate_named(name: str) -> OptimizerCandidate:
-    """Return the optimizer of a name or of an alias.
-
-    Raises:
-        ValueError: there is none. The message lists the names that are like it, or all.
-    """
-    return BY_NAME[named_optimizer(name).name]
 
 
 def factory_of(optimizer: Any, spec: DeviceSpec) -> Any:
@@ -229,9 +168,10 @@ def factory_of(optimizer: Any, spec: DeviceSpec) -> Any:
     # A name first: it may stand for a factory of this table, which is prepared below like one that the user gave.
     if isinstance(optimizer, str):
         try:
-            optimizer = candidate_named(optimizer).make
+            optimizer = named_optimizer(optimizer).make
         except ValueError as error:
             raise TraceError(f"{error} Or give an optimizer, or a callable `params -> optimizer`.") from error
-    if isinstance(optimizer, _Make):
-        optimizer.before_a_step_on(spec)
+    # Imported here and not in the step: bitsandbytes makes tables while it is imported, and would keep fake ones.
+    if isinstance(optimizer, NamedOptimizer) and not _has_sizes_for(optimizer, spec):
+        _class(optimizer)
     return optimizer

@@ -11,7 +11,8 @@ from sacplan.core.derived import derived
 from sacplan.core.progress import begins
 from sacplan.device.devices import DeviceSpec
 from sacplan.planning.limits import Limit, Room
-from sacplan.profiling.optimizer_table import BY_NAME, COMPARED, Factory, OptimizerCandidate
+from sacplan.profiling.optimizer_names import BY_NAME, COMPARED
+from sacplan.profiling.optimizer_table import Factory
 from sacplan.profiling.optimizers import OptimizerStep, recorded_step
 from sacplan.profiling.profile import Profile
 from sacplan.questions.batch_sizes import Recordings
@@ -69,26 +70,21 @@ class Asked:
     # --- optimizers
 
     @cached_property
-    def candidates(self) -> dict[str, OptimizerCandidate]:
-        """By name, the optimizer that was asked for, then those worth comparing with it."""
+    def makes(self) -> dict[str, Factory | None]:
+        """What makes each optimizer, by name: the one that was asked for, then those worth comparing with it.
+
+        None stands for no optimizer.
+        """
         own = self.optimizer
         if own is None:
-            return {}
-        if isinstance(own, str):
-            first = BY_NAME[own]
-        else:
-            # A function of the table has a name and code there. Any other is shown by its own name.
-            first = next((c for c in BY_NAME.values() if c.make is own), None) or OptimizerCandidate(
-                getattr(own, "__name__", type(own).__name__), "the optimizer", own, "..."
-            )
+            return {"no optimizer": None}
+        own = BY_NAME[own].make if isinstance(own, str) else own
+        # One of the table has a name there. Any other is shown by its own name.
+        named = (name for name, one in BY_NAME.items() if one.make is own)
+        first = next(named, None) or getattr(own, "__name__", type(own).__name__)
         # The compared optimizers are variants of Adam. For other optimizers they would be another training.
-        others = COMPARED if first.name.startswith("adam") else ()
-        return {one.name: one for one in (first, *(BY_NAME[o] for o in others))}
-
-    @property
-    def makes(self) -> dict[str, Factory | None]:
-        """By name, what makes each optimizer; None stands for no optimizer."""
-        return {one.name: one.make for one in self.candidates.values()} or {"no optimizer": None}
+        others = COMPARED if first.startswith("adam") else ()
+        return {first: own, **{name: BY_NAME[name].make for name in others}}
 
     def make_of(self, name: str) -> Factory | None:
         """Return what makes an optimizer, by its name: one that is compared, or any of the table."""

@@ -42,7 +42,7 @@ from sacplan.errors import PlanError, SacplanWarning
 from sacplan.planning.compiled import works_nowhere
 from sacplan.planning.infeasible import looking_for_plans
 from sacplan.planning.limits import OF_DEVICE, Limit, limit_of_device
-from sacplan.profiling.optimizer_table import COMPARED_ON_HOST, candidate_named
+from sacplan.profiling.optimizer_names import COMPARED_ON_HOST, named_optimizer
 from sacplan.profiling.optimizers import with_optimizer
 from sacplan.profiling.remarks import runs_in_4_bits, types_of_shards
 from sacplan.questions.asked import Asked
@@ -134,7 +134,7 @@ def fit(
             raise PlanError(f"{what}={value!r} must be 1 or more.")
     if isinstance(optimizer, str):
         try:
-            optimizer = candidate_named(optimizer).name
+            optimizer = named_optimizer(optimizer).name
         except ValueError as error:
             raise PlanError(f"{error} Or give a callable `params -> optimizer`.") from error
     elif isinstance(optimizer, (list, tuple)):
@@ -165,8 +165,8 @@ class Sweep(Asked):
     @property
     def hosted(self) -> list[str]:
         """Optimizers with their state on the host that are worth comparing with the one that was asked for."""
-        is_adam = next(iter(self.candidates), "").startswith("adam")
-        return [name for name in (COMPARED_ON_HOST if is_adam else ()) if name not in self.candidates]
+        is_adam = next(iter(self.makes)).startswith("adam")
+        return [name for name in (COMPARED_ON_HOST if is_adam else ()) if name not in self.makes]
 
     @cached_property
     def cases(self) -> dict[str, Case]:

@@ -25,7 +25,7 @@ from sacplan.core.program import Patch
 from sacplan.distributed.ranks.ranks import FSDP2, Ranks, layers_of
 from sacplan.errors import BudgetError, PlanError, TraceError
 from sacplan.planning.meshes import names_on, resolve_mesh, way
-from sacplan.profiling.optimizer_table import BY_NAME
+from sacplan.profiling.optimizer_names import BY_NAME
 from sacplan.profiling.optimizers import is_replaceable, recorded_on, state_bytes, with_other_optimizer
 from sacplan.profiling.profile import Profile
 from sacplan.questions.asked import Asked

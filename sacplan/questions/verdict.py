@@ -11,7 +11,7 @@ from sacplan.core.budget import format_bytes, format_difference
 from sacplan.device.device_memory import WITH_RETRIES
 from sacplan.device.outside_allocator import Outside
 from sacplan.planning.limits import EXPANDABLE_SEGMENTS, Room
-from sacplan.profiling.optimizer_table import BY_NAME
+from sacplan.profiling.optimizer_names import BY_NAME
 from sacplan.questions.sweep import Row, frame
 from sacplan.techniques.registry import DEFAULT_TECHNIQUES, TECHNIQUES
 
@@ -304,7 +304,7 @@ class Verdict:
         if best is None:
             return ""
         # A function of the user's own has no code that could be pasted.
-        make = BY_NAME[best.optimizer].code if best.optimizer in BY_NAME else "..."
+        make = BY_NAME[best.optimizer].written if best.optimizer in BY_NAME else "..."
         lines = [f"optimizer = {make}"] if best.optimizer != self.optimizer else []
         if best.spread:
             return "\n".join([*lines, *self._code_on_ranks(best)])

@@ -16,8 +16,8 @@ from torch import nn
 import sacplan
 from sacplan.device.devices import resolve_device
 from sacplan.device.links import Link
-from sacplan.profiling.optimizer_names import OPTIMIZERS, named_optimizer
-from sacplan.profiling.optimizer_table import BY_NAME, AdamW8bitSizes
+from sacplan.profiling.optimizer_names import BY_NAME, OPTIMIZERS, named_optimizer
+from sacplan.profiling.optimizer_table import AdamW8bitSizes
 from sacplan.profiling.optimizers import recorded_step, state_bytes, with_other_optimizer
 from sacplan.record.host_state import PAGED_FROM
 from tests.support.slow import slow_after

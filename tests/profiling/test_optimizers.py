@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan.profiling.optimizer_table import BY_NAME
+from sacplan.profiling.optimizer_names import BY_NAME
 from sacplan.profiling.optimizers import (
     recorded_step,
     with_optimizer,

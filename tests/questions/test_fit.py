@@ -18,7 +18,7 @@ from sacplan.core.program import Program
 from sacplan.device import device_memory
 from sacplan.device.devices import resolve_device
 from sacplan.planning.request import Request
-from sacplan.profiling.optimizer_table import BY_NAME
+from sacplan.profiling.optimizer_names import BY_NAME
 from sacplan.questions.largest import largest
 from sacplan.questions.scaled import sized
 from sacplan.techniques.chunk import rest

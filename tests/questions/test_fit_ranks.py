@@ -13,7 +13,7 @@ from sacplan.core.budget import format_bytes, parse_budget
 from sacplan.distributed.sharding.mesh import Mesh
 from sacplan.errors import PlanError
 from sacplan.planning.meshes import spreads
-from sacplan.profiling.optimizer_table import BY_NAME
+from sacplan.profiling.optimizer_names import BY_NAME
 from sacplan.questions.on_ranks import read_devices
 from tests.support.slow import slow_after
 from tests.zoo.language_models import LM, cross_entropy, tokens

@@ -31,8 +31,7 @@ from sacplan.integrations.hf.batches import (
 )
 from sacplan.integrations.hf.lora import adapted
 from sacplan.integrations.hf.target import DEFAULTS, ModelOptions, Target, TargetError, hinted
-from sacplan.profiling.optimizer_names import NONE
-from sacplan.profiling.optimizer_table import candidate_named
+from sacplan.profiling.optimizer_names import NONE, named_optimizer
 
 
 class _Heads(msgspec.Struct):
@@ -110,7 +109,7 @@ def build(
         return make(model, found, replace(sizes, rows=size), place, dtype)
 
     chosen = str(options.optimizer)
-    optimizer = None if chosen == NONE else candidate_named(chosen).make
+    optimizer = None if chosen == NONE else named_optimizer(chosen).make
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     facts = {
         "model": name_of_class,
