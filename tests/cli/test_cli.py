@@ -624,8 +624,11 @@ def test_reports_are_written_and_written_again(saved: Path) -> None:
     assert any(path.endswith(".svg") for path in facts["written"])
     assert facts["plan"]["peak_bytes"] == sacplan.Plan.load("plan.json").peak_bytes
     assert run(command).exit_code == 0
-    Path("figures/memory.png").write_bytes(b"my holidays")
-    assert "memory.png" in error_line(run(command))
+    for theirs in ("step.pickle", "figures/memory.png"):
+        ours = Path(theirs).read_bytes()
+        Path(theirs).write_bytes(b"my holidays, and what torch.cuda.memory has dumped")
+        assert Path(theirs).name in error_line(run(command))
+        Path(theirs).write_bytes(ours)
 
 
 def test_a_device_from_a_file(saved: Path) -> None:

@@ -1,17 +1,21 @@
 """Whatever is given to a public function: it works, or it is an error of sacplan's family, and nothing else changes."""
 
-import copy
 import inspect
 import itertools
 import json
 import math
-import random
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import given as given_at_random
+from hypothesis import strategies as st
+from msgspec import structs
 from torch import nn
 
 import sacplan
+from sacplan.planning.plan import _digest
+from tests.support.damage import damaged_contents
 from tests.support.slow import slow_after
 from tests.zoo.layers import FromFunction, Then
 
@@ -386,58 +390,37 @@ def test_checks_of_unknown_values_pass():
     assert profile.peak_bytes == real.peak_bytes
 
 
-def damaged(value, rng):
-    """A JSON value with one thing in it changed, at random."""
-    value = copy.deepcopy(value)
-    holder = value
-    while True:
-        keys = list(holder) if isinstance(holder, dict) else range(len(holder))
-        key = rng.choice(list(keys))
-        if isinstance(holder[key], (dict, list)) and holder[key] and rng.random() < 0.8:
-            holder = holder[key]
-            continue
-        what = rng.randrange(4)
-        if what == 0:
-            del holder[key]
-        elif what == 1:
-            holder[key] = rng.choice([None, -1, 0, 2**62, "x", "", [], {}, 1.5, True, ["a"], {"a": 1}])
-        elif what == 2 and isinstance(holder[key], (int, float)):
-            holder[key] = type(holder[key])(holder[key] * rng.choice([-1, 2, 1000]) + rng.choice([0, 1]))
-        else:
-            other = rng.choice(list(keys))
-            holder[key], holder[other] = holder[other], holder[key]
-        return value
+DAMAGED = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """A model, its batch, the path and the contents of its plan, and what was loaded in the end."""
+    model, batch, path = make(), torch.ones(4, 8), tmp_path_factory.mktemp("damaged") / "plan.json"
+    sacplan.plan(sacplan.profile(model, batch, device="cpu"), "smallest").save(path)
+    loaded = []
+    yield model, batch, path, path.read_bytes(), loaded
+    assert len(loaded) > 5
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_damaged_plans(tmp_path):
-    """Those whose digest fits the damage, too: in load, apply, the step and verify."""
-    from sacplan.planning.plan import _digest
-
-    model, batch = make(), torch.ones(4, 8)
-    plan = sacplan.plan(sacplan.profile(model, batch, device="cpu"), "smallest")
-    plan.save(tmp_path / "plan.json")
-    right = json.loads((tmp_path / "plan.json").read_text())
-    rng, loaded = random.Random(0), 0
-    for _ in range(DAMAGED):
-        wrong = damaged(right, rng)
-        body = {k: v for k, v in wrong.items() if k not in ("what", "schema_version", "sha256")}
-        wrong["sha256"] = _digest(body)
-        text = json.dumps(wrong)
-        (tmp_path / "wrong.json").write_text(text if rng.random() < 0.9 else text[: rng.randrange(len(text))])
-        try:
-            found = sacplan.Plan.load(tmp_path / "wrong.json")
-            loaded += 1
-            with sacplan.apply(model, found):
-                model(batch).sum().backward()
-            sacplan.verify(model, batch, found)
-        except sacplan.SacplanError:
-            pass
-        assert not [m for m in model.modules() if "forward" in vars(m)]
-    assert loaded > DAMAGED // 20
-
-
-DAMAGED = 100
+@DAMAGED
+@given_at_random(st.data())
+def test_damaged_plans(planned, data):
+    """Those whose digest fits the damage: in load, apply, the step and verify."""
+    model, batch, path, right, loaded = planned
+    wrong = damaged_contents(right, data)
+    body = {k: v for k, v in wrong.items() if k not in ("what", "schema_version", "sha256")}
+    path.write_text(json.dumps(wrong | {"sha256": _digest(body)}))
+    try:
+        found = sacplan.Plan.load(path)
+        loaded.append(found)
+        with sacplan.apply(model, found):
+            model(batch).sum().backward()
+        sacplan.verify(model, batch, found)
+    except sacplan.SacplanError:
+        pass
+    assert not [m for m in model.modules() if "forward" in vars(m)]
 
 
 @pytest.fixture(scope="module")
@@ -504,19 +487,12 @@ def test_a_path_of_something_else(files):
 
 
 def test_call_sites_that_are_not_there(files):
-    """A plan of ops and units that the plan itself, the profile or the model does not have."""
-    from msgspec import structs
-
+    """A plan of ops and units that the profile or the model does not have."""
     model, batch, _, _, profile, plan = files
     op = structs.replace(plan.decisions[0], op="aten.nothing.default")
-    far = structs.replace(plan.decisions[0], occurrence=10**6)
     unit = structs.replace(plan.decisions[0], unit="9")
     known = next(iter(plan.units.values()))
-    for decision in (op, far):
-        with pytest.raises(sacplan.errors.PlanError, match=r"decision about .* but in the recorded step"):
-            structs.replace(plan, decisions=(decision,), units={decision.unit: known})
-    unknown = structs.replace(known, calls=())
-    for decision, ops in ((op, unknown), (far, unknown), (unit, known)):
+    for decision, ops in ((op, structs.replace(known, calls=())), (unit, known)):
         wrong = structs.replace(plan, decisions=(decision,), units={decision.unit: ops})
         with pytest.raises(sacplan.errors.PlanMismatch, match="runs no such op there"):
             sacplan.Report(profile, wrong)

@@ -6,6 +6,7 @@ import itertools
 import pickle
 import pickletools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,8 @@ import pytest
 import torch
 from torch import nn
 from torch.cuda import _memory_viz
-from typer.testing import CliRunner
 
 import sacplan
-from sacplan.cli.app import app
 from sacplan.report.snapshot import snapshot_of
 from tests.support.steps import total as loss
 from tests.zoo.language_models import LM, cross_entropy, tokens
@@ -93,10 +92,12 @@ def played_back(snapshot: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(peak=peak, at_peak=at_peak, alive=alive, live=live, segments=segments, end_us=last)
 
 
-def test_the_peak_is_that_of_the_step(case: SimpleNamespace) -> None:
-    peaks = [played_back(snapshot).peak for snapshot in case.snapshots]
-    assert peaks == [case.profile.peak_bytes, case.plan.peak_bytes]
-    assert peaks[0] > peaks[1]
+def test_peak_and_time_are_those_of_the_step(case: SimpleNamespace) -> None:
+    played = [played_back(snapshot) for snapshot in case.snapshots]
+    assert [one.peak for one in played] == [case.profile.peak_bytes, case.plan.peak_bytes]
+    assert played[0].peak > played[1].peak
+    for one, program in zip(played, case.programs, strict=True):
+        assert one.end_us == pytest.approx(program.step_ms * 1e3, abs=1)
 
 
 def test_what_is_alive_at_the_end_is_in_the_segments(case: SimpleNamespace) -> None:
@@ -116,11 +117,6 @@ def test_what_is_alive_at_the_end_is_in_the_segments(case: SimpleNamespace) -> N
                     assert block["frames"] == played.alive[block["address"]]["frames"]
             assert address == segment["address"] + segment["total_size"]
         assert blocks == {address: entry["size"] for address, entry in played.alive.items()}
-
-
-def test_times_are_the_predicted_ones(case: SimpleNamespace) -> None:
-    for snapshot, program in zip(case.snapshots, case.programs, strict=True):
-        assert played_back(snapshot).end_us == pytest.approx(program.step_ms * 1e3, abs=1)
 
 
 def test_pytorch_reads_them(case: SimpleNamespace) -> None:
@@ -243,68 +239,32 @@ def test_the_peak_of_a_real_step(tmp_path: Path) -> None:
     assert predicted.peak == there + peak
 
 
-def test_a_step_that_writes_in_place() -> None:
-    """What takes over the bytes of what it overwrites is no allocation."""
-    profile = sacplan.profile(in_place(), torch.randn(128, 64), device="h100")
-    assert any(op.replaces >= 0 for op in profile.program.ops)
-    for plan in (None, sacplan.plan(profile, "smallest")):
-        program = profile.program if plan is None else profile.with_plan(plan)
-        played = played_back(snapshot_of(profile, program))
-        assert (played.peak, played.live) == (program.footprint.peak_bytes, program.footprint.end_bytes)
+def _language(layers: int = 1, **how: Any) -> sacplan.Profile:
+    loss_fn = None if "mode" in how else cross_entropy
+    return sacplan.profile(LM(layers=layers, dim=32, vocab=2048), tokens(2), loss_fn, device="h100", **how)
 
 
-def test_with_slices() -> None:
-    """A plan that runs ops in slices adds ops and storages."""
-    model = LM(layers=1, dim=32, vocab=2048)
-    profile = sacplan.profile(
-        model, tokens(2), loss_fn=cross_entropy, device="h100", optimizer=torch.optim.SGD
-    )
-    plan = sacplan.plan(profile, "smallest", techniques=("recompute", "chunk"))
-    assert plan.chunks
-    assert played_back(snapshot_of(profile, profile.with_plan(plan))).peak == plan.peak_bytes
+STEPS: dict[str, tuple[Callable[[], sacplan.Profile], tuple[str, ...]]] = {
+    "in place": (lambda: sacplan.profile(in_place(), torch.randn(128, 64), device="h100"), ()),
+    "in place, with a plan": (
+        lambda: sacplan.profile(in_place(), torch.randn(128, 64), device="h100"), ("recompute",)
+    ),
+    "in slices": (lambda: _language(optimizer=torch.optim.SGD), ("recompute", "chunk")),
+    "one rank of several": (lambda: _language(ranks=sacplan.FSDP2(2, ["layers.*", ""])), ()),
+    "inference": (lambda: _language(mode="inference"), ()),
+}  # fmt: skip
+"""What replaces the bytes of what it overwrites, what adds ops and storages, and buffers of ``fully_shard``."""
 
 
-def test_one_rank_of_several() -> None:
-    """Buffers of ``fully_shard`` are blocks like others."""
-    profile = sacplan.profile(
-        LM(layers=1),
-        tokens(2),
-        loss_fn=cross_entropy,
-        device="h100",
-        ranks=sacplan.FSDP2(2, ["layers.*", ""]),
-    )
-    snapshot = snapshot_of(profile, profile.program)
-    assert played_back(snapshot).peak == profile.peak_bytes
-    assert profile.program.gathering
-
-
-def test_in_inference() -> None:
-    profile = sacplan.profile(LM(layers=1), tokens(), device="h100", mode="inference")
-    assert played_back(snapshot_of(profile, profile.program)).peak == profile.peak_bytes
-
-
-def test_a_plan_of_another_profile(case: SimpleNamespace, tmp_path: Path) -> None:
-    other = sacplan.profile(LM(layers=1), tokens(), loss_fn=cross_entropy, device=case.profile.device)
-    with pytest.raises(sacplan.errors.PlanMismatch):
-        sacplan.Report(other, case.plan).write_snapshot(tmp_path / "step.pickle")
-    assert not list(tmp_path.iterdir())
-
-
-def test_from_the_command_line(
-    case: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    case.profile.save("profile.json.gz")
-    case.plan.save("plan.json")
-
-    def report() -> int:
-        command = "report profile.json.gz plan.json --snapshot step.pickle"
-        return CliRunner().invoke(app, command.split(), prog_name="sacplan").exit_code
-
-    assert report() == 0
-    assert pickle.loads(Path("step.pickle").read_bytes()) == case.snapshots[1]
-    assert report() == 0  # ours is replaced
-    theirs = pickle.dumps({"segments": [], "device_traces": [[]]})
-    Path("step.pickle").write_bytes(theirs)
-    assert report() == 2
-    assert Path("step.pickle").read_bytes() == theirs
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_of_other_kinds(name: str) -> None:
+    make, techniques = STEPS[name]
+    profile = make()
+    plan = sacplan.plan(profile, "smallest", techniques=techniques) if techniques else None
+    assert plan is None or (plan.chunks if "chunk" in techniques else plan.discarded)
+    program = profile.program if plan is None else profile.with_plan(plan)
+    if "in place" in name:
+        assert any(op.replaces >= 0 for op in program.ops)
+    assert bool(program.gathering) == (name == "one rank of several")
+    played = played_back(snapshot_of(profile, program))
+    assert (played.peak, played.live) == (program.footprint.peak_bytes, program.footprint.end_bytes)
