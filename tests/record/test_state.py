@@ -91,7 +91,7 @@ class Busy(nn.Module):
         self.running.mean = found
         self.slotted.mean = found
         self.slotted.count = 3
-        self.array += self.numpy.random() + self.random.random()
+        self.array += self.numpy.random() + self.random.random() + np.random.rand() + random.random()
         self.ema.mul_(0.9).add_(found.mean(0))
         self.swapped.data = torch.ones(3)
         self.linear.weight.main_grad.add_(1)
@@ -122,6 +122,7 @@ def picture(model, optimizer, batch):
         model.generator.get_state(),
         torch.get_rng_state(),
         batch,
+        *(t for state in optimizer.state.values() for t in state.values()),
     ]
     plain = (
         ids,
@@ -136,11 +137,16 @@ def picture(model, optimizer, batch):
         model.random.getstate(),
         model.numpy.bit_generator.state,
         random.getstate(),
+        np.random.get_state()[1].tolist(),
         [p.requires_grad for p in model.parameters()],
         [t.storage_offset() for t in tensors],
         [tuple(t.shape) for t in tensors],
         len(optimizer.state),
-        model.training,
+        [
+            (m.training, sorted(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks))
+            for m in model.modules()
+        ],
+        [id(p.grad) for p in model.parameters()],
         [t._version for t in model.parameters()],
     )
     return copy.deepcopy(plain), [t.detach().clone() for t in tensors]
@@ -154,6 +160,7 @@ def assert_same(before, after):
 def busy(warm):
     torch.manual_seed(0)
     model, batch = Busy(), torch.randn(3, 4)
+    model.embedding.eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if warm:
         model.linear(batch).sum().backward()
@@ -161,15 +168,16 @@ def busy(warm):
     return model, optimizer, batch
 
 
+@pytest.mark.parametrize("trace", ["fake", "real"])
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_real_step_puts_everything_back(warm):
+def test_a_step_puts_everything_back(warm, trace):
     model, optimizer, batch = busy(warm)
     before = picture(model, optimizer, batch)
-    sacplan.profile(model, batch, None, optimizer, device="cpu", trace="real")
+    sacplan.profile(model, batch, None, optimizer, device="cpu", trace=trace)
     assert_same(before, picture(model, optimizer, batch))
     calls = []
     with model.linear.register_forward_hook(lambda *_: calls.append(1)):
-        sacplan.profile(model, batch, device="cpu", trace="real")
+        sacplan.profile(model, batch, device="cpu", trace=trace)
     assert calls  # what a closure collects is the caller's
     assert_same(before, picture(model, optimizer, batch))
 
