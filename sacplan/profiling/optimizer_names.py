@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from sacplan.errors import TraceError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,7 +30,7 @@ class NamedOptimizer:
         arguments: of the class, beside the parameters.
         aliases: other names, such as those of the Trainer's ``optim=``.
         sizes: of a class that cannot run on fake tensors, or should not have to be installed for a comparison: the
-            name, in ``optimizer_table.py``, of one that takes as much memory.
+            path of one that takes as much memory.
         code: what makes it; by default written from ``path`` and ``arguments``.
         install: what to install, where it is of another library.
     """
@@ -50,9 +53,7 @@ class NamedOptimizer:
     @property
     def make(self) -> Any:
         """``params -> optimizer``: of torch's own without arguments the class itself, which ``fit`` recognises."""
-        library, _, kind = self.path.partition(":")
-        is_class = library == "torch.optim" and not self.arguments
-        return getattr(importlib.import_module(library), kind) if is_class else self
+        return _loaded(self.path) if self.path.startswith("torch.optim:") and not self.arguments else self
 
     @property
     def steps_shards(self) -> bool:
@@ -60,10 +61,47 @@ class NamedOptimizer:
         return self.install != "bitsandbytes"
 
     def __call__(self, params: Any) -> Any:
-        """Make the optimizer."""
-        from sacplan.profiling.optimizer_table import made  # imports torch
+        """Make the optimizer.
 
-        return made(self, list(params))
+        The sizes stand in only where nothing is computed. A real step runs the real class, and so does a fake one for
+        which there are no sizes.
+        """
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        from sacplan.device.kernels import active_device
+
+        given, spec = list(params), active_device()
+        without_data = all(isinstance(p, FakeTensor) or getattr(p, "is_meta", False) for p in given)
+        has_sizes = without_data and self.has_sizes_for(None if spec is None else spec.kind)
+        return (_loaded(self.sizes) if has_sizes else self.imported())(given, **self.arguments)
+
+    def has_sizes_for(self, kind: str | None) -> bool:
+        """Whether sizes take the place of the class in a fake step on a kind of device.
+
+        They are those of CUDA's fused update. On a CPU bitsandbytes updates in float32 copies, which its class shows
+        where it is installed.
+        """
+        own_kernels = kind == "cpu" and self.install == "bitsandbytes"
+        return bool(self.sizes) and not (own_kernels and importlib.util.find_spec(self.install) is not None)
+
+    def imported(self) -> Any:
+        """Return the class.
+
+        Raises:
+            TraceError: its library is not installed.
+        """
+        try:
+            return _loaded(self.path)
+        except ModuleNotFoundError as error:
+            raise TraceError(
+                f"optimizer {self.name!r} is {self.path.replace(':', '.')}, and {error.name} is not installed; run: "
+                f"pip install {self.install or self.path.partition(':')[0]}"
+            ) from error
+
+
+def _loaded(path: str) -> Any:
+    library, _, kind = path.partition(":")
+    return getattr(importlib.import_module(library), kind)
 
 
 def _read() -> tuple[NamedOptimizer, ...]:

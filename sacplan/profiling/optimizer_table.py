@@ -9,19 +9,14 @@ checks the sizes), and so has its paged one. ``MuonAndAdamW`` steps two optimize
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from sacplan.device.devices import DeviceSpec
-from sacplan.device.kernels import active_device
 from sacplan.errors import TraceError
 from sacplan.profiling.optimizer_names import NamedOptimizer, named_optimizer
-from sacplan.record.host_state import CPUOffloadSizes
 
 BLOCK = 256
 """Elements that share a scale in the 8-bit state of bitsandbytes."""
@@ -112,51 +107,6 @@ class PagedAdamW8bitSizes(AdamW8bitSizes):
     is_paged = True
 
 
-_SIZES: dict[str, Factory] = {
-    "AdamW8bit": AdamW8bitSizes,
-    "PagedAdamW8bit": PagedAdamW8bitSizes,
-    "CPUOffloadOptimizer": CPUOffloadSizes,
-}
-"""In the place of classes of these names, for fake steps."""
-
-
-def made(named: NamedOptimizer, params: list[Any]) -> torch.optim.Optimizer:
-    """Make an optimizer by its name.
-
-    The sizes stand in only where nothing is computed. A real step runs the real class, and so does a fake one for which
-    there are no sizes.
-    """
-    if _has_sizes_for(named, active_device()) and all(map(_is_without_data, params)):
-        return _SIZES[named.sizes](params, **named.arguments)
-    found: torch.optim.Optimizer = _class(named)(params, **named.arguments)
-    return found
-
-
-def _has_sizes_for(named: NamedOptimizer, spec: DeviceSpec | None) -> bool:
-    """Whether sizes take the place of the class in a fake step.
-
-    They are those of CUDA's fused update. On a CPU bitsandbytes updates in float32 copies, which its class shows where
-    it is installed.
-    """
-    own_kernels = spec is not None and spec.kind == "cpu" and named.install == "bitsandbytes"
-    return bool(named.sizes) and not (own_kernels and importlib.util.find_spec("bitsandbytes") is not None)
-
-
-def _class(named: NamedOptimizer) -> Any:
-    library, _, kind = named.path.partition(":")
-    try:
-        return getattr(importlib.import_module(library), kind)
-    except ModuleNotFoundError as error:
-        raise TraceError(
-            f"optimizer {named.name!r} is {named.path.replace(':', '.')}, and {error.name} is not installed; run: pip "
-            f"install {named.install or library}"
-        ) from error
-
-
-def _is_without_data(parameter: Any) -> bool:
-    return isinstance(parameter, FakeTensor) or getattr(parameter, "is_meta", False)
-
-
 def factory_of(optimizer: Any, spec: DeviceSpec) -> Any:
     """Return what makes the optimizer of a step that is about to be traced, if it is given by its name.
 
@@ -172,6 +122,6 @@ def factory_of(optimizer: Any, spec: DeviceSpec) -> Any:
         except ValueError as error:
             raise TraceError(f"{error} Or give an optimizer, or a callable `params -> optimizer`.") from error
     # Imported here and not in the step: bitsandbytes makes tables while it is imported, and would keep fake ones.
-    if isinstance(optimizer, NamedOptimizer) and not _has_sizes_for(optimizer, spec):
-        _class(optimizer)
+    if isinstance(optimizer, NamedOptimizer) and not optimizer.has_sizes_for(spec.kind):
+        optimizer.imported()
     return optimizer

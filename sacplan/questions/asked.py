@@ -81,7 +81,7 @@ class Asked:
         own = BY_NAME[own].make if isinstance(own, str) else own
         # One of the table has a name there. Any other is shown by its own name.
         named = (name for name, one in BY_NAME.items() if one.make is own)
-        first = next(named, None) or getattr(own, "__name__", type(own).__name__)
+        first = next(named, "") or str(getattr(own, "__name__", type(own).__name__))
         # The compared optimizers are variants of Adam. For other optimizers they would be another training.
         others = COMPARED if first.startswith("adam") else ()
         return {first: own, **{name: BY_NAME[name].make for name in others}}
