@@ -9,7 +9,7 @@ from sacplan.cli import options as o
 from sacplan.cli import show, sources
 from sacplan.cli.command import CommandEntry, command
 from sacplan.cli.files import check_output
-from sacplan.cli.origin import Origin, save
+from sacplan.cli.origin import origin_of, save
 from sacplan.cli.output import CommandResult, rows_table, stage
 from sacplan.cli.targets import users_code
 from sacplan.integrations.hf.target import ModelOptions, given
@@ -75,7 +75,7 @@ def _search(
             **given(asked, "device"),
         )
     # ``verify`` reads the batch from the plan's file, and the plan is for the batch that was found.
-    save(found.plan, output, Origin.of(target, batch=found.batch_size))
+    save(found.plan, output, origin_of(target, batch=found.batch_size))
     facts: dict[str, Any] = {"command": question, **show.target_facts(target, output)}
     facts.get("hf", {}).pop("batch", None)  # the target was loaded with this batch; the answer is another
     facts |= {

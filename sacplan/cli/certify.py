@@ -15,7 +15,7 @@ from sacplan.cli.command import command
 from sacplan.cli.exits import INFEASIBLE
 from sacplan.cli.files import check_output
 from sacplan.cli.fit import of_length
-from sacplan.cli.origin import Origin, save, seen_in
+from sacplan.cli.origin import origin_of, save, seen_in
 from sacplan.cli.output import CommandResult, stage
 from sacplan.cli.show import facts_of, plan_facts, saved, target_facts
 from sacplan.cli.targets import load_target, users_code
@@ -95,7 +95,7 @@ def certify(
     written = dict(zip(paths, (plan for _, plan in found.plans), strict=False))
     for path, plan in written.items():
         made_for = seen_in(plan.fingerprint)
-        save(plan, path, Origin.of(loaded, batch=made_for.batch, seq=made_for.seq))
+        save(plan, path, origin_of(loaded, batch=made_for.batch, seq=made_for.seq))
     facts = {
         "command": "certify",
         **target_facts(loaded),

@@ -1,8 +1,7 @@
-"""The options of an ``hf:`` target, kept in the file of a profile or plan so that ``verify`` can make it again.
+"""Name and options of an ``hf:`` target, kept in the file of a profile or plan so that ``verify`` can make it again.
 
-origin = Origin.of(target)
-save(plan, Path("plan.json"), origin)
-origin_of(Plan.load("plan.json")) == origin
+save(plan, Path("plan.json"), origin_of(target))
+options_of(Plan.load("plan.json").fingerprint.target)
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,56 +25,41 @@ if TYPE_CHECKING:
     from sacplan.core.fingerprint import Fingerprint
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """An ``hf:`` target.
+def origin_of(target: Target, **chosen: Any) -> dict[str, Any] | None:
+    """Return name and options of a loaded target, as they are kept; None for one that is made by the user's code.
 
-    Attributes:
-        name: as the user wrote it, ``hf:gpt2``.
-        options: sizes, types, optimizer and attention.
+    ``chosen`` overrides the facts of the target.
     """
-
-    name: str
-    options: ModelOptions
-
-    @classmethod
-    def of(cls, target: Target, **chosen: Any) -> Origin | None:
-        """Return the origin of a loaded target, or None for one that is made by the user's code.
-
-        ``chosen`` overrides the facts of the target.
-        """
-        # The user's own function makes the model: a name and options would not do.
-        if not target.facts:
-            return None
-        facts = {**target.facts, **chosen}
-        return cls(target.name, ModelOptions(**{f.name: facts.get(f.name) for f in fields(ModelOptions)}))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the origin as JSON-ready values."""
-        # A schema of numbers and texts: a flag is 1.
-        given = self.options.given()
-        return {"name": self.name, **{k: int(v) if isinstance(v, bool) else v for k, v in given.items()}}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Origin:
-        """Read what ``to_dict`` returned.
-
-        Raises:
-            ValueError: a value that the command line does not offer.
-        """
-        # The file may be edited, or of another version.
-        if data.get("optimizer", NONE) != NONE:
-            named_optimizer(str(data["optimizer"]))
-        given = {name: value for name, value in data.items() if name != "name"}
-        return cls(data["name"], msgspec.convert(given, ModelOptions, strict=False))
+    # The user's own function makes the model: a name and options would not do.
+    if not target.facts:
+        return None
+    facts = {**target.facts, **chosen}
+    given = ModelOptions(**{f.name: facts.get(f.name) for f in fields(ModelOptions)}).given()
+    # A schema of numbers and texts: a flag is 1.
+    return {"name": target.name, **{k: int(v) if isinstance(v, bool) else v for k, v in given.items()}}
 
 
-def save(made: Plan | Profile, path: Path | None, origin: Origin | None) -> None:
+def options_of(origin: Mapping[str, Any] | None) -> ModelOptions | None:
+    """Return the options that an origin stands for; None for other targets, and for files saved from Python.
+
+    Raises:
+        KeyError, ValueError: no name, or a value that the command line does not offer.
+    """
+    if origin is None:
+        return None
+    given = dict(origin)
+    del given["name"]
+    # The file may be edited, or of another version.
+    if given.get("optimizer", NONE) != NONE:
+        named_optimizer(str(given["optimizer"]))
+    return msgspec.convert(given, ModelOptions, strict=False)
+
+
+def save(made: Plan | Profile, path: Path | None, origin: Mapping[str, Any] | None) -> None:
     """Save a profile or a plan together with its origin. Do nothing without a path."""
     if path is None:
         return
-    target = None if origin is None else origin.to_dict()
-    fingerprint = structs.replace(made.fingerprint, target=target)
+    fingerprint = structs.replace(made.fingerprint, target=origin)
     # A profile is a dataclass, and a plan a msgspec struct.
     replace: Any = dataclasses.replace if dataclasses.is_dataclass(made) else structs.replace
     replace(made, fingerprint=fingerprint).save(path)
@@ -84,15 +68,6 @@ def save(made: Plan | Profile, path: Path | None, origin: Origin | None) -> None
         note(
             "made with use_cache=False: a cache would be alive until the step is over. Switch it off where you train"
         )
-
-
-def origin_of(made: Plan | Profile) -> Origin | None:
-    """Return the origin that a file holds.
-
-    It is None for other targets than ``hf:``, and for files that were saved from Python.
-    """
-    target = made.fingerprint.target
-    return None if target is None else Origin.from_dict(target)
 
 
 def seen_in(fingerprint: Fingerprint) -> ModelOptions:

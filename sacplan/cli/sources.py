@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from sacplan.cli import options as o
 from sacplan.cli.files import kind_of
-from sacplan.cli.origin import Origin, origin_of, seen_in
+from sacplan.cli.origin import options_of, origin_of, seen_in
 from sacplan.cli.output import note, stage, warn
 from sacplan.cli.targets import is_json_file, load_target, not_a_model, users_code
 from sacplan.errors import DeviceError
@@ -38,7 +38,7 @@ class Source:
 
     profile: Profile
     target: Target | None
-    origin: Origin | None
+    origin: Mapping[str, Any] | None
 
 
 def device_of(name: str | None) -> DeviceSpec:
@@ -133,7 +133,7 @@ def profile_of(source: str, step: o.StepOptions, hf: ModelOptions, plan: Plan | 
             target.model, target.batch, target.loss_fn if train else None, target.optimizer if train else None,
             device=spec, ranks=ranks, **step.recorded,
         )  # fmt: skip
-    return Source(profile, target, Origin.of(target))
+    return Source(profile, target, origin_of(target))
 
 
 def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: ModelOptions) -> Source:
@@ -152,7 +152,8 @@ def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: Mo
     # The origin is read here too: if it is damaged, the error is about this file, and not about the command.
     with stage("reading"):
         profile = _read(sacplan.Profile.load, source, "profile")
-        origin = _read(lambda _: origin_of(profile), source, "profile")
+        origin = profile.fingerprint.target
+        _read(lambda _: options_of(origin), source, "profile")
     # The device is part of a recording: its kernels, its rounding, its times.
     if step.device is not None and device_of(step.device).name != profile.device:
         raise TargetError(
@@ -199,12 +200,13 @@ def as_planned(asked: ModelOptions, plan: Plan, plan_file: str) -> ModelOptions:
 
     Notes on stderr name what is taken from the plan, and where the two disagree.
     """
-    origin = _read(lambda _: origin_of(plan), plan_file, "plan")
+    origin = plan.fingerprint.target
+    kept = _read(lambda _: options_of(origin), plan_file, "plan")
     given = asked.given()
-    made = (seen_in(plan.fingerprint) if origin is None else origin.options).given()
+    made = (kept or seen_in(plan.fingerprint)).given()
     taken = {name: value for name, value in made.items() if name not in given}
     if taken:
-        whose = "" if origin is None else f", which was made from {origin.name}"
+        whose = "" if origin is None else f", which was made from {origin['name']}"
         note(f"{o.written(taken)}: from {plan_file}{whose}")
     if origin is None and "optimizer" not in given:
         note(

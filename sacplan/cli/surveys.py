@@ -13,7 +13,7 @@ from sacplan.cli import show, sources
 from sacplan.cli.command import command
 from sacplan.cli.exits import OutputError
 from sacplan.cli.files import check_output, is_ours
-from sacplan.cli.origin import Origin, save
+from sacplan.cli.origin import origin_of, save
 from sacplan.cli.output import CommandResult, columns_of, note, rows_table, stage, table, warn
 from sacplan.cli.targets import is_json_file, load_target, users_code
 from sacplan.core.writing import replacing
@@ -236,7 +236,7 @@ def layouts(
         )  # fmt: skip
     # ``best`` raises if no layout fits: there is no plan to save then, and one was asked for.
     if output is not None and found.best.plan is not None:
-        save(found.best.plan, output, Origin.of(loaded))
+        save(found.best.plan, output, origin_of(loaded))
     frame = found.to_frame()
     rows = frame.to_dict("records")
     facts = {
