@@ -48,7 +48,6 @@ class _Estimator:
     """A context with one recorder, made when it is entered, for the device that is active then."""
 
     _saved: SavedMode = "observe"
-    _count_workspace = False
 
     @checked(TraceError, "device")
     def __init__(self, device: str | DeviceSpec | torch.device | None = None) -> None:
@@ -81,7 +80,7 @@ class _Estimator:
             saved = "clone"
         # If the step fails, the program of an earlier one must not be taken for its own.
         self._program = None
-        self._recorder = Recorder(spec, times.cost, saved, tensors_only=not self._count_workspace)
+        self._recorder = Recorder(spec, times.cost, saved, tensors_only=True)
         self._track(self._recorder)
         self._recorder.__enter__()
         return self
@@ -126,18 +125,11 @@ class _Estimator:
 class MemTracker(_Estimator):
     """Track the bytes that are alive during a step, by kind and module; autograd is left alone.
 
+    As PyTorch's, it sees tensors only: not what kernels allocate inside, as ``sacplan.profile`` does.
+
     Args:
         device: whose allocator counts; by default that of ``fake_device``, else the device that is here.
-        workspaces: count as ``sacplan.profile`` does: also what kernels allocate inside and, on a CPU, what generators
-            and Python numbers take. PyTorch's tracker sees tensors only, which is the default here.
     """
-
-    @checked(TraceError, "device")
-    def __init__(
-        self, device: str | DeviceSpec | torch.device | None = None, *, workspaces: bool = False
-    ) -> None:
-        super().__init__(device)
-        self._count_workspace = workspaces
 
     def track_external(self, *external: torch.nn.Module | torch.optim.Optimizer | torch.Tensor) -> None:
         """Count what exists before the step: a model, an optimizer's state, tensors such as the batch."""

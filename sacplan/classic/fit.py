@@ -8,8 +8,8 @@ A linear program reads a trade-off as ``recompute >= slope * ratio + intercept``
 - ``"pwlf"``: continuous least squares with free breakpoints (Jekel and Venter, "pwlf: A Python Library for
   Fitting 1D Continuous Piecewise Linear Functions", 2019), as used by PyTorch's prototype. It has few
   segments, but on most staircases it lies below the hull somewhere, and a plan based on it promises a
-  saving at too low a cost; ``optimism`` says by how much. Its slopes need not increase: the maximum of
-  its lines may differ from the fitted curve.
+  saving at too low a cost. Its slopes need not increase: the maximum of its lines may differ from the fitted
+  curve.
 
 The hull takes a sort and one pass, O(n log n). Known inefficiencies: ``pwlf`` searches its breakpoints by differential
 evolution, 20 to 200 ms a fit, and does not promise the best ones.
@@ -48,26 +48,6 @@ class Fit:
         """Return the recompute share at a discard ratio: the highest of the lines, and never less than 0."""
         lines = zip(self.slopes, self.intercepts, strict=True)
         return max(0.0, max((slope * ratio + intercept for slope, intercept in lines), default=0.0))
-
-    def crossings(self) -> set[float]:
-        """Return the ratios at which two of the lines cross, 0 among them: all corners of the fit, and others."""
-        lines = [(0.0, 0.0), *zip(self.slopes, self.intercepts, strict=True)]
-        pairs = itertools.combinations(lines, 2)
-        return {(y1 - y0) / (x0 - x1) for (x0, y0), (x1, y1) in pairs if x0 != x1}
-
-    def optimism(self, points_xy: Iterable[tuple[float, float]]) -> float:
-        """Return how far the fit lies below the lower hull of the reachable points at most, in recompute share.
-
-        At such a ratio no mix of reachable points is as cheap as the fit promises. 0 for a hull of the same
-        points; rounding differences count as 0.
-        """
-        hull = _lower_hull(_clean(points_xy))
-        if len(hull) < 2:
-            return 0.0
-        # The difference is linear between neighbouring kinks of the two functions, so its maximum is at a kink.
-        kinks = {x for x, _ in hull} | self.crossings()
-        worst = max(_on(hull, x) - self.at(x) for x in kinks if 0 <= x <= hull[-1][0])
-        return worst if worst > _ROUNDING * max(1.0, hull[-1][1]) else 0.0
 
 
 @checked(PlanError)
@@ -193,11 +173,3 @@ def _through(vertices: list[tuple[float, float]], kind: FitKind) -> Fit:
     # A single vertex has no segment that could begin or end.
     breakpoints = tuple(x for x, _ in vertices) if slopes else ()
     return Fit(len(slopes), tuple(slopes), tuple(intercepts), breakpoints, kind)
-
-
-def _on(hull: list[tuple[float, float]], ratio: float) -> float:
-    """Return the hull's value at a ratio within its range."""
-    for (x0, y0), (x1, y1) in itertools.pairwise(hull):
-        if ratio <= x1:
-            return y0 + (y1 - y0) * (ratio - x0) / (x1 - x0)
-    return hull[-1][1]

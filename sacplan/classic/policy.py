@@ -25,9 +25,6 @@ def get_optimal_checkpointing_policy_per_module(
     memory_budget: float,
     *,
     gap: float = 1e-4,
-    work_limit: int = WORK_LIMIT,
-    seed: int = 0,
-    time_limit: float | None = None,
 ) -> list[int]:
     """Choose which of a module's ops to save (1) and which to recompute (0), with the least recompute time.
 
@@ -39,20 +36,16 @@ def get_optimal_checkpointing_policy_per_module(
         sac_stats: the module's ops.
         memory_budget: share of the ops' total memory that may be saved, in [0, 1].
         gap: relative gap at which a policy counts as optimal.
-        work_limit: nodes of branch and bound, each counted as the nonzeros of the program, after which the best policy
-            found is returned.
-        seed: of the solver.
-        time_limit: seconds after which the search fails; None: no such limit.
 
     Raises:
         BudgetError: the share is not in [0, 1].
         InfeasibleBudget: the ops that must be saved take more.
         PlanError: statistics that contradict each other.
-        SolverError: no policy found with that much work, or the time limit is reached.
+        SolverError: no policy found with the work of ``WORK_LIMIT``.
     """
     if not fits(memory_budget, float) or not 0 <= memory_budget <= 1:
         raise BudgetError(f"memory budget {memory_budget!r} is not a share in [0, 1] of the module's memory")
-    check_options(gap, work_limit, seed, time_limit)
+    check_options(gap, WORK_LIMIT, 0)
     group = _op_groups(sac_stats)
     ops = range(len(group))
     # An in-place op that is paired with itself: it is not known what made the tensor that it writes, so it is kept.
@@ -87,7 +80,7 @@ def get_optimal_checkpointing_policy_per_module(
     saved |= _knapsack(
         [(g, memory[g], runtime[g]) for g in undecided],
         budget_bytes - needed,
-        Milp(gap, work_limit, seed, time_limit_s=time_limit),
+        Milp(gap),
     )
     return [int(group[op] in saved) for op in ops]
 
@@ -129,6 +122,6 @@ def _knapsack(items: Sequence[tuple[int, int, float]], budget_bytes: int, option
     if found is None or found.status == "unknown":
         raise SolverError(
             f"no policy for {len(items)} ops was found with the work of {options.work_limit} (nodes x nonzeros); "
-            "raise work_limit"
+            "give a larger gap"
         )
     return {key for i, (key, _, _) in enumerate(items) if not found.picks.get(i)}

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from msgspec import structs
 
-from sacplan.classic.fit import FitKind
 from sacplan.classic.graph import Graph, parse_module_info
 from sacplan.classic.stats import module_info, segments_of
 from sacplan.classic.units import UnitTradeoff, unit_tradeoffs
@@ -377,12 +376,7 @@ class Profile:
     @cached_property
     def graph(self) -> Graph:
         """The module tree with statistics, trade-offs and memory rows, as ``sac_milp`` reads it."""
-        return self.fitted_graph()
-
-    def fitted_graph(self, fit: FitKind = "hull", n_segments: int | None = None) -> Graph:
-        """Return ``graph`` with another fit of the trade-off curves: ``"hull"``, or ``"pwlf"`` with 2 to 4 segments."""
-        # Computed anew for each fit, from trade-offs that are worked out once.
-        info = module_info(self.program, self.program, self.tradeoffs, fit_kind=fit, segments=n_segments)
+        info = module_info(self.program, self.program, self.tradeoffs)
         return dataclasses.replace(parse_module_info(info, root=""), segments=segments_of(self.program))
 
     @property
