@@ -91,7 +91,7 @@ def test_least_squares_is_optimistic_on_a_staircase(segments: int) -> None:
     assert fitted.n_segments == segments
     assert (fitted.breakpoints[0], fitted.breakpoints[-1]) == (0.0, 1.0)
     hull = hull_fit(STAIRCASE)
-    assert max(hull.at(x / 100) - fitted.at(x / 100) for x in range(101)) > 1e-3
+    assert max(hull.at(x / 1000) - fitted.at(x / 1000) for x in range(1001)) > 1e-3
 
 
 def test_least_squares_repeats_and_leaves_the_global_generator_alone() -> None:
