@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import sacplan
+from sacplan.device.cost import is_free
 from sacplan.device.devices import resolve_device
 from sacplan.device.op_kernels import Call
 from sacplan.device.real_ops import RealOp, outside_of_the_trace
 from sacplan.device.timing import MeasuredTimes
 from sacplan.errors import DeviceError
+from sacplan.torch_compat.ops import tensors_in
 from tests.zoo.language_models import TokenModel, cross_entropy
 
 aten = torch.ops.aten
@@ -48,32 +53,6 @@ def test_views_and_allocations_are_free(times):
 
 
 OPS = {
-    "embedding": lambda: (
-        aten.embedding.default,
-        (torch.randn(7, 3), torch.zeros(5, 5, dtype=torch.long)),
-        {},
-    ),
-    "embedding backward": lambda: (
-        aten.embedding_dense_backward.default,
-        (torch.randn(5, 3), torch.zeros(5, dtype=torch.long), 7, -1, False),
-        {},
-    ),
-    "embedding bag": lambda: (
-        aten._embedding_bag.default,
-        (torch.randn(7, 3), torch.zeros(12, dtype=torch.long), torch.zeros(4, dtype=torch.long)),
-        {},
-    ),
-    "gather": lambda: (aten.gather.default, (torch.randn(4, 9), 1, torch.zeros(4, 2, dtype=torch.long)), {}),
-    "scatter_add": lambda: (
-        aten.scatter_add.default,
-        (torch.zeros(3, 9), 0, torch.zeros(2, 9, dtype=torch.long), torch.randn(2, 9)),
-        {},
-    ),
-    "index": lambda: (
-        aten.index.Tensor,
-        (torch.randn(5, 6, 7), [None, torch.zeros(3, dtype=torch.long), torch.zeros(3, dtype=torch.long)]),
-        {},
-    ),
     "index_put": lambda: (
         aten.index_put_.default,
         (torch.randn(5, 6), [torch.zeros(8, dtype=torch.long)], torch.randn(8, 6), True),
@@ -84,49 +63,12 @@ OPS = {
         (torch.randn(5, 6), [torch.zeros(5, dtype=torch.bool)], torch.randn(2, 6)),
         {},
     ),
-    "nll_loss": lambda: (
-        aten.nll_loss_forward.default,
-        (torch.randn(8, 5), torch.zeros(8, dtype=torch.long), None, 1, -100),
-        {},
-    ),
-    "nll_loss2d": lambda: (
-        aten.nll_loss2d_forward.default,
-        (torch.randn(2, 5, 3, 3), torch.zeros(2, 3, 3, dtype=torch.long), None, 1, -100),
-        {},
-    ),
-    "max pool backward": lambda: (
-        aten.max_pool2d_with_indices_backward.default,
-        (
-            torch.randn(2, 3, 4, 4),
-            torch.randn(2, 3, 8, 8),
-            [2, 2],
-            [2, 2],
-            [0, 0],
-            [1, 1],
-            False,
-            torch.zeros(2, 3, 4, 4, dtype=torch.long),
-        ),
-        {},
-    ),
-    "binary cross entropy": lambda: (
-        aten.binary_cross_entropy.default,
-        (torch.randn(8), torch.randn(8)),
-        {},
-    ),
-    "bernoulli": lambda: (aten.bernoulli.default, (torch.randn(8),), {}),
-    "multinomial": lambda: (aten.multinomial.default, (torch.randn(8), 3), {}),
     "integer division": lambda: (
         aten.remainder.Tensor,
         (torch.zeros(8, dtype=torch.long), torch.zeros(8, dtype=torch.long)),
         {},
     ),
     "cholesky": lambda: (aten.linalg_cholesky_ex.default, (torch.randn(3, 6, 6),), {"check_errors": True}),
-    "masked_scatter": lambda: (
-        aten.masked_scatter.default,
-        (torch.randn(40), torch.zeros(40, dtype=torch.bool), torch.randn(3)),
-        {},
-    ),
-    "in place": lambda: (aten.mul_.Tensor, (torch.randn(8, 8), torch.randn(8, 8)), {}),
     "out": lambda: (aten.add.out, (torch.randn(8), torch.randn(8)), {"out": torch.empty(8)}),
     "foreach": lambda: (aten._foreach_add_.Scalar, ([torch.randn(3), torch.randn(4)], 1.0), {}),
     "generator": lambda: (
@@ -134,28 +76,69 @@ OPS = {
         (torch.randn(9), 0.5),
         {"generator": torch.default_generator},
     ),
-    "half": lambda: (
-        aten.addmm.default,
-        tuple(torch.randn(4, 4, dtype=torch.bfloat16) for _ in range(3)),
-        {},
-    ),
-    "complex": lambda: (aten.mul.Tensor, tuple(torch.randn(4, dtype=torch.complex64) for _ in range(2)), {}),
     "expanded": lambda: (aten.mul.Tensor, (torch.randn(4, 1).expand(4, 8), torch.randn(8, 4).t()), {}),
     "factory": lambda: (aten.arange.default, (9,), {"device": CPU}),
 }
+
+DATABASE = (
+    "__getitem__", "addmm", "bernoulli", "gather", "index_select", "masked_scatter", "mul",
+    "multinomial", "nn.functional.binary_cross_entropy", "nn.functional.embedding", "nn.functional.embedding_bag",
+    "nn.functional.max_pool2d", "nn.functional.nll_loss", "remainder", "scatter_add",
+)  # fmt: skip
+"""Ops whose operands are positions, probabilities, masks or divisors, and some others, with their backward passes."""
+
+
+class Calls(TorchDispatchMode):
+    """Notes the calls of ops that take tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Call] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.found.append(Call(func, args, kwargs or {}, out))
+        return out
+
+
+@pytest.mark.filterwarnings("ignore")
+def runs(call, times):
+    """Check that an op runs on made-up operands, without zeros in their place."""
+    with outside_of_the_trace(CPU):
+        RealOp(call, CPU)()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, time_ms = times.cost(call)
+    assert 0 < time_ms < 10_000 or is_free(call.func)
+    assert not times.not_timed
+
+
+@pytest.mark.parametrize("name", DATABASE)
+def test_made_up_operands_suit_ops_of_the_database(name, times):
+    pytest.importorskip("expecttest")
+    from benchmarks.models.op_samples import op_database
+
+    (op, *_) = (op for op in op_database() if op.name == name)
+    mode, calls = FakeTensorMode(), Calls()
+    for dtype in filter(
+        op.supported_dtypes("cpu").__contains__, (torch.float32, torch.bfloat16, torch.complex64)
+    ):
+        for sample in itertools.islice(op.sample_inputs(CPU, dtype, requires_grad=op.supports_autograd), 2):
+            given = (sample.input, sample.args, sample.kwargs)
+            x, args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, given)
+            with mode, calls:
+                out = op.op(x, *args, **kwargs)
+                ends = [t for t in tensors_in(out) if t.requires_grad]
+                torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+    assert calls.found
+    for call in calls.found:
+        runs(call, times)
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_made_up_operands_suit_the_op(name, times):
     func, args, kwargs = fakes(OPS[name])
-    with outside_of_the_trace(CPU):
-        op = RealOp(Call(func, args, kwargs, None), CPU)
-        op()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, time_ms = times.cost(Call(func, args, kwargs, None))
-    assert 0 < time_ms < 10_000
-    assert not times.not_timed
+    runs(Call(func, args, kwargs, None), times)
 
 
 def test_an_op_that_cannot_run_gets_the_rooflines_time_and_a_warning(times):
