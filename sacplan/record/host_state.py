@@ -205,7 +205,10 @@ class CPUOffloadSizes(torch.optim.Optimizer):
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         small = [p for p in trained if p.numel() < minimal_size]
         self._offloaded = [p for p in trained if p.numel() >= minimal_size]
-        self._read_bytes = [_bytes_on_host(optimizer_class, p, kwargs) for p in self._offloaded]
+        # What an optimizer keeps follows from the parameter's layout and type, and many are alike.
+        alike = {(p.shape, p.stride(), p.dtype): p for p in self._offloaded}
+        n_bytes = {like: _bytes_on_host(optimizer_class, p, kwargs) for like, p in alike.items()}
+        self._read_bytes = [n_bytes[p.shape, p.stride(), p.dtype] for p in self._offloaded]
         self.host_bytes = sum(self._read_bytes)
         self._small = optimizer_class(small, **kwargs) if small else None
         if self._small is not None:
