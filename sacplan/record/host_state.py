@@ -205,19 +205,22 @@ class CPUOffloadSizes(torch.optim.Optimizer):
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         small = [p for p in trained if p.numel() < minimal_size]
         self._offloaded = [p for p in trained if p.numel() >= minimal_size]
-        self._read_bytes = [_bytes_on_host(optimizer_class, p, kwargs) for p in self._offloaded]
+        # What an optimizer keeps follows from the parameter's layout and type, and many are alike.
+        alike = {(p.shape, p.stride(), p.dtype): p for p in self._offloaded}
+        make = functools.partial(optimizer_class, **kwargs)
+        n_bytes = {like: _bytes_on_host(make, p) for like, p in alike.items()}
+        self._read_bytes = [n_bytes[p.shape, p.stride(), p.dtype] for p in self._offloaded]
         self.host_bytes = sum(self._read_bytes)
-        self._small = optimizer_class(small, **kwargs) if small else None
+        self._small = make(small) if small else None
         if self._small is not None:
             # All state on the device is that of the small parameters.
             self.state = self._small.state
         self.without_gradients = self._offloaded if offload_gradients else []
         self._stream = torch.cpu.Stream()
+        # Not a method of its own: that of a parameter's hook would hold the parameter.
+        hook = functools.partial(_copy_gradient, self._stream, offload_gradients)
         for p in self._offloaded:
-            # Not a method of its own: that of a parameter's hook would hold the parameter.
-            p.register_post_accumulate_grad_hook(
-                functools.partial(_copy_gradient, self._stream, offload_gradients)
-            )
+            p.register_post_accumulate_grad_hook(hook)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -236,13 +239,11 @@ def _copy_gradient(stream: Any, drops: bool, p: torch.Tensor) -> None:
         p.grad = None
 
 
-def _bytes_on_host(
-    make: Callable[..., torch.optim.Optimizer], p: torch.Tensor, kwargs: dict[str, Any]
-) -> int:
+def _bytes_on_host(make: Callable[..., torch.optim.Optimizer], p: torch.Tensor) -> int:
     copy = torch.empty_like(p, requires_grad=True)
     copy.grad = torch.empty_like(copy)
     # A step of the real class on a copy: what it keeps then is what the host keeps.
-    one = make([copy], **kwargs)
+    one = make([copy])
     one.step()
     state = [t for _, found in states(one) for v in found.values() for t in plain_parts(v)]
     return sum(t.nbytes for t in (copy, copy.grad, *state))
