@@ -145,14 +145,14 @@ _MPT = {
 """Layers, width and heads (llm-foundry, ``scripts/train/yamls/pretrain``)."""
 
 
-def _triton_attention(head: int) -> DeviceSpec:
+def _triton_attention(width: int, heads: int) -> DeviceSpec:
     """Return an A100 whose flash attention is that of 2022 in Triton, which MPT was trained with.
 
     It reaches 100 TFLOP/s with heads of 64 and 95 with 128, forward and backward, with 16,384 tokens (README of
     Dao-AILab/flash-attention, ``assets/flash2_a100_fwd_bwd_benchmark.png``), where FlashAttention-2 reaches 176 and 203.
     """
     spec = resolve_device("a100-80gb")
-    share = {64: 100e12, 128: 95e12}[head] / spec.reached_flops(torch.bfloat16)
+    share = {64: 100e12, 128: 95e12}[width // heads] / spec.reached_flops(torch.bfloat16)
     rates = dataclasses.replace(spec.kernel_rates, flash_attention=share, flash_attention_backward=share)
     return dataclasses.replace(spec, rates=rates)
 
@@ -172,11 +172,10 @@ def _blocks_policy(profile: sacplan.Profile) -> sacplan.Plan:
 
 def _foundry(row: Mapping[str, Any]) -> Step:
     setting = row["setting"]
-    _, width, heads = _MPT[setting["model"].split()[1]]
     return Step(
         build=functools.partial(_mpt, setting),
         points=(),
-        device=_triton_attention(width // heads),
+        device=_triton_attention(*_MPT[setting["model"].split()[1]][1:]),
         fsdp=sacplan.FSDP2(setting["gpus"], ("blocks.*", ""), mp_policy=MIXED),
         plan=None if setting["checkpointing"] == "none" else _blocks_policy,
         samples=setting["microbatch"] * setting["seq"] * setting["accumulation"],

@@ -64,21 +64,22 @@ _ROWS_AT_ONCE = 10
 def _embedding_backward(call: Call) -> tuple[Kernel, ...]:
     """Zeros; the indices sorted; partial sums in float32, of at most ten rows each; the sums of these.
 
-    Words count as drawn uniformly, since a recording does not know them.
+    Threads side by side read columns of one row, so rows move at full bandwidth; each thread of a partial sum looks up
+    first where its rows begin. Words count as drawn uniformly, since a recording does not know them.
     """
-    grad, indices = call.args[:2]
+    grad, indices, words = call.args[:3]
     rows, width, size = indices.numel(), grad.shape[-1], grad.element_size()
     zeros = Kernel("pointwise", call.written_bytes)
     if rows <= _SORTED_FROM:
         return zeros, Kernel("gather", tensor_bytes(grad) + 2 * rows * width * size, rows * width)
-    words = call.args[2]
     distinct = words * -math.expm1(-rows / words)
     # ceil(k / 10) partial sums of a word that occurs k times: one of a rare word, k / 10 + .45 of a frequent one.
     partial = max(distinct, rows / _ROWS_AT_ONCE + 0.45 * distinct)
     return (
         zeros,
         *_sorted_indices(rows),
-        Kernel("strided", tensor_bytes(grad) + 4 * partial * width, rows * width),
+        Kernel("pointwise", tensor_bytes(grad), launches=0),
+        Kernel("gather", 4 * partial * width, partial * width),
         Kernel("gather", (4 * partial + size * distinct) * width, partial * width),
     )
 

@@ -227,7 +227,7 @@ def test_times_are_within_what_was_asked() -> None:
     """Classes that miss it are named here, and on the page."""
     table = published.classes_table(*published.read_page_rows())
     missed = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if "| no: " in line]
-    assert missed == ["prime-rl, Qwen3-0.6B", "single ops over 0.1 ms"]
+    assert not missed
 
 
 @pytest.mark.exhaustive
