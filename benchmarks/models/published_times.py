@@ -149,7 +149,7 @@ def _triton_attention(width: int, heads: int) -> DeviceSpec:
     """Return an A100 whose flash attention is that of 2022 in Triton, which MPT was trained with.
 
     It reaches 100 TFLOP/s with heads of 64 and 95 with 128, forward and backward, with 16,384 tokens (README of
-    Dao-AILab/flash-attention, ``assets/flash2_a100_fwd_bwd_benchmark.png``), where FlashAttention-2 reaches 176 and 203.
+    Dao-AILab/flash-attention, ``assets/flash2_a100_fwd_bwd_benchmark.png``); FlashAttention-2 176 and 203.
     """
     spec = resolve_device("a100-80gb")
     share = {64: 100e12, 128: 95e12}[width // heads] / spec.reached_flops(torch.bfloat16)
