@@ -41,10 +41,8 @@ def _index_put(call: Call) -> tuple[Kernel, ...]:
     moved = Kernel("gather", 3 * elements * values.element_size() + _index_bytes(call), elements)
     accumulates = len(call.args) > 3 and bool(call.args[3])
     before = () if call.func._schema.name.endswith("_") else (Kernel("pointwise", 2 * call.written_bytes),)
-    if not accumulates:
-        return (*before, moved)
     indices = max((t.numel() for t in tensors_in(call.args[1])), default=0)
-    return *before, *_sorted_indices(indices), moved
+    return *before, *(_sorted_indices(indices) if accumulates else ()), moved
 
 
 def _index_bytes(call: Call) -> int:
