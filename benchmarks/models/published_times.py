@@ -145,15 +145,15 @@ _MPT = {
 """Layers, width and heads (llm-foundry, ``scripts/train/yamls/pretrain``)."""
 
 
-def _triton_attention(spec: DeviceSpec) -> DeviceSpec:
-    """Return a device whose flash attention is that of 2022 in Triton, which MPT was trained with.
+def _triton_attention(width: int, heads: int) -> DeviceSpec:
+    """Return an A100 whose flash attention is that of 2022 in Triton, which MPT was trained with.
 
-    FlashAttention-2 is 1.3 to 1.5 times as fast in the forward pass and about 2 times in the backward pass, on an A100
-    (Dao, 2023, section 4.1): the middle of that is taken.
+    It reaches 100 TFLOP/s with heads of 64 and 95 with 128, forward and backward, with 16,384 tokens (README of
+    Dao-AILab/flash-attention, ``assets/flash2_a100_fwd_bwd_benchmark.png``); FlashAttention-2 176 and 203.
     """
-    rates = spec.kernel_rates
-    forward, backward = rates.flash_attention / 1.4, rates.flash_attention_backward / 2
-    rates = dataclasses.replace(rates, flash_attention=forward, flash_attention_backward=backward)
+    spec = resolve_device("a100-80gb")
+    share = {64: 100e12, 128: 95e12}[width // heads] / spec.reached_flops(torch.bfloat16)
+    rates = dataclasses.replace(spec.kernel_rates, flash_attention=share, flash_attention_backward=share)
     return dataclasses.replace(spec, rates=rates)
 
 
@@ -175,7 +175,7 @@ def _foundry(row: Mapping[str, Any]) -> Step:
     return Step(
         build=functools.partial(_mpt, setting),
         points=(),
-        device=_triton_attention(resolve_device("a100-80gb")),
+        device=_triton_attention(*_MPT[setting["model"].split()[1]][1:]),
         fsdp=sacplan.FSDP2(setting["gpus"], ("blocks.*", ""), mp_policy=MIXED),
         plan=None if setting["checkpointing"] == "none" else _blocks_policy,
         samples=setting["microbatch"] * setting["seq"] * setting["accumulation"],

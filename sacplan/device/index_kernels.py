@@ -41,10 +41,8 @@ def _index_put(call: Call) -> tuple[Kernel, ...]:
     moved = Kernel("gather", 3 * elements * values.element_size() + _index_bytes(call), elements)
     accumulates = len(call.args) > 3 and bool(call.args[3])
     before = () if call.func._schema.name.endswith("_") else (Kernel("pointwise", 2 * call.written_bytes),)
-    if not accumulates:
-        return (*before, moved)
     indices = max((t.numel() for t in tensors_in(call.args[1])), default=0)
-    return *before, *_sorted_indices(indices), moved
+    return *before, *(_sorted_indices(indices) if accumulates else ()), moved
 
 
 def _index_bytes(call: Call) -> int:
@@ -64,21 +62,22 @@ _ROWS_AT_ONCE = 10
 def _embedding_backward(call: Call) -> tuple[Kernel, ...]:
     """Zeros; the indices sorted; partial sums in float32, of at most ten rows each; the sums of these.
 
-    Words count as drawn uniformly, since a recording does not know them.
+    Threads side by side read columns of one row, so rows move at full bandwidth; each thread of a partial sum looks up
+    first where its rows begin. Words count as drawn uniformly, since a recording does not know them.
     """
-    grad, indices = call.args[:2]
+    grad, indices, words = call.args[:3]
     rows, width, size = indices.numel(), grad.shape[-1], grad.element_size()
     zeros = Kernel("pointwise", call.written_bytes)
     if rows <= _SORTED_FROM:
         return zeros, Kernel("gather", tensor_bytes(grad) + 2 * rows * width * size, rows * width)
-    words = call.args[2]
     distinct = words * -math.expm1(-rows / words)
     # ceil(k / 10) partial sums of a word that occurs k times: one of a rare word, k / 10 + .45 of a frequent one.
     partial = max(distinct, rows / _ROWS_AT_ONCE + 0.45 * distinct)
     return (
         zeros,
         *_sorted_indices(rows),
-        Kernel("strided", tensor_bytes(grad) + 4 * partial * width, rows * width),
+        Kernel("pointwise", tensor_bytes(grad), launches=0),
+        Kernel("gather", 4 * partial * width, partial * width),
         Kernel("gather", (4 * partial + size * distinct) * width, partial * width),
     )
 

@@ -93,7 +93,8 @@ class KernelRates:
     """Share of bandwidth: gradients of depthwise convolutions. They themselves are bound by bandwidth. Steps."""
     flash_attention: float = 0.88
     """Share of FLOPs on Ampere and Ada, with heads of 128 like all of attention. Paper: FlashAttention-2 (Dao, 2023):
-    73 % of an A100's peak."""
+    73 % of an A100's peak. With the backward pass it is 203 TFLOP/s there, as the figure in the README of
+    Dao-AILab/flash-attention shows; xformers 98."""
     flash_attention_backward: float = 0.76
     """Share of FLOPs. The same paper: 63 % of the peak."""
     cudnn_attention: float = 0.85
