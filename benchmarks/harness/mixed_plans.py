@@ -57,7 +57,7 @@ def mixed_plan(
     """
     planner = Request(solver="greedy", techniques=techniques).planner(profile)
     # Of the searches with all techniques, one with offers is the last.
-    context = planner.widest.searches[-1].context
+    context = planner.searches.of(planner.techniques)[-1].context
     found = regions(context.step, joined or rng.choice((1, 1, 1, 2)), context.techniques)
     found += [offer.region for offer in context.offers]
     # Regions of parameters have a generator of their own: others are drawn as in a step without frozen ones.

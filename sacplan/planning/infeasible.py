@@ -57,7 +57,7 @@ def infeasible(
         looks_further: Whether to say what else would hold the budget. That takes searches.
     """
     # The search that came nearest to the budget is the one to explain.
-    search = asked.nearest
+    search = asked.searches.nearest
     run = search.smallest.footprint
     inference = profile.mode == "inference"
     binding = _binding(run, inference=inference)
@@ -70,16 +70,20 @@ def infeasible(
             "smaller batch does not help"
         )
     reached = f"{format_bytes(run.peak_bytes)} ({run.peak_bytes} bytes), in the {where}. "
-    own = [TECHNIQUES[name].how for one in asked.widest.own_solvers() for name in one.techniques]
+    own = [
+        TECHNIQUES[name].how
+        for one in asked.searches.own_solvers(asked.techniques)
+        for name in one.techniques
+    ]
     if inference and not own:
         message = (
             f"the step takes more than {format_bytes(budget_bytes)}, and in inference nothing is kept for a backward "
             f"pass, so there is nothing to recompute. Its peak is {reached}"
         )
     else:
-        names = " and ".join(s.name for s in asked.solvers)
+        names = " and ".join(s.name for s in asked.searches.solvers)
         # Rotor counts as tried only if it made a plan: a model that is no chain gives it nothing to do.
-        if asked.last is not None and any(each.has_found(asked.last) for each in asked.searches):
+        if asked.last is not None and any(each.has_found(asked.last) for each in asked.searches.all):
             names += f", then {asked.last.name}"
         how = f", {', '.join(own)}" if own else f" (solvers: {names})"
         message = (
@@ -243,7 +247,7 @@ class _Alternatives:
             if peak_bytes <= self.budget_bytes:
                 yield f"With {what} the budget holds{self._time(found)}. "
                 return
-            if peak_bytes < smallest_bytes(self.asked.nearest):
+            if peak_bytes < smallest_bytes(self.asked.searches.nearest):
                 reached = "the smallest is" if found is None else "a search reaches"
                 yield f"With {what} {reached} {format_bytes(peak_bytes)} ({peak_bytes} bytes). "
 
@@ -265,7 +269,7 @@ class _Alternatives:
             return ""
         free = PlanSearch(replace(basis, recorded=replace(basis.recorded, pins=NO_PINS)))
         # A budget of 0 asks for the smallest peak, whatever budget the message is about.
-        free.minimise(self.asked.solvers, 0)
+        free.minimise(self.asked.searches.solvers, 0)
         smallest = free.smallest.footprint.peak_bytes
         if smallest >= self.search.smallest.footprint.peak_bytes:  # the pins are not what keeps the peak up
             return ""
@@ -295,9 +299,9 @@ class _Alternatives:
             more = self.asked.with_technique(name)
             found = more.cheapest(self.budget_bytes, quick=True)
             if found is None:
-                more.widest.go_further(self.budget_bytes)
+                more.searches.go_further(more.techniques, self.budget_bytes)
                 found = more.cheapest(self.budget_bytes, quick=True)
-            found = found or more.nearest.smallest
+            found = found or more.searches.nearest.smallest
             yield f"techniques={more.techniques!r}", found.footprint.peak_bytes, found
 
     def _with_optimizers(self) -> Iterator[_Tried]:
@@ -314,7 +318,7 @@ class _Alternatives:
             # Where the optimizer's step made the peak, nothing has looked for less in the other passes so far.
             search = PlanSearch(replace(basis, recorded=recorded))
             search.tried[frozenset(known)] = Candidate(recorded, known, "feasible")
-            search.minimise(self.asked.solvers, self.budget_bytes)
+            search.minimise(self.asked.searches.solvers, self.budget_bytes)
             yield BY_NAME[name].says, search.smallest.footprint.peak_bytes, None
 
 

@@ -92,7 +92,7 @@ def outcome_of(request: Request, profile: Profile, *, looks_further: bool = Fals
         # A planner for each budget: the result is then what the user gets who asks for that budget. If nothing holds
         # the budget, the plan with the smallest peak says how far it is off.
         asked = request.planner(profile)
-        return asked, asked.cheapest(budget_bytes) or asked.nearest.smallest
+        return asked, asked.cheapest(budget_bytes) or asked.searches.nearest.smallest
 
     def takes(made: tuple[Planner, Candidate]) -> tuple[int, int]:
         return made[1].footprint.peak_bytes, room.needs(made[1].program)
@@ -145,7 +145,7 @@ def smallest_plan(request: Request, profile: Profile, *, without_rotor: bool = F
         return smallest_compiled(request, profile, smallest_plan, unplanned)
     asked = request.planner(profile)
     if without_rotor:
-        asked.last = None
+        asked = replace(asked, last=None)
     found = asked.smallest(0)
     # No limit was asked for, so the plan names none.
     return made_plan(profile, found, **asked_of(replace(request, limit=OF_DEVICE), asked, found))
@@ -177,13 +177,14 @@ def plan_by_hand(
 
 def asked_of(request: Request, asked: Planner, found: Candidate) -> dict[str, Any]:
     """Return what a candidate of a planner was asked for, as fields of a ``Provenance``."""
-    known = (*asked.solvers, *asked.crowded, *(() if asked.last is None else (asked.last,)))
+    searches = asked.searches
+    known = (*searches.solvers, *searches.crowded, *(() if asked.last is None else (asked.last,)))
     return {
         # A solver that a technique brings itself is in none of these lists, and its options are not noted.
         "options": next((_options_of(solver) for solver in known if solver.name == found.solver), {}),
         "objective": request.objective,
         "techniques": asked.techniques,
-        "limits_reached": tuple(asked.limits_reached),
+        "limits_reached": tuple(searches.limits_reached),
         "host_budget": _as_written(request.host_budget),
         **_limit_of(request),
     }

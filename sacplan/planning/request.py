@@ -13,7 +13,7 @@ from sacplan.errors import PlanError
 from sacplan.planning.basis import Basis
 from sacplan.planning.by_hand import ByHand
 from sacplan.planning.limits import OF_DEVICE, Limit
-from sacplan.planning.planner import ROTOR_STAGES, Planner
+from sacplan.planning.planner import ROTOR_STAGES, Planner, Searches
 from sacplan.profiling.profile import Profile
 from sacplan.solvers.alike import Alike
 from sacplan.solvers.greedy import Greedy
@@ -93,7 +93,7 @@ class Request:
         )
         basis = Basis(step, profile.fingerprint, names)
         by_hand = ByHand(names) if self.solver == "best" else None
-        return Planner(basis, solvers, crowded, last if usable else None, by_hand)
+        return Planner(Searches(basis, solvers, crowded), last if usable else None, by_hand)
 
 
 def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolver]:

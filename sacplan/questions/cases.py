@@ -405,4 +405,4 @@ def _planner(step: Profile, way: Way, left: int) -> Planner:
 
 def _nearest(step: Profile, way: Way, left: int) -> _Choice:
     """Return what came nearest to a budget for which ``_cheapest`` has searched for long, and found nothing."""
-    return _planner(step, way, left).nearest.smallest
+    return _planner(step, way, left).searches.nearest.smallest

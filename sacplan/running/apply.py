@@ -171,7 +171,8 @@ def put_on(
         if over is not None:
             installed.append(over)
         for technique, own in by_technique(plan.decisions):
-            installed.append(technique.install(ToInstall(model, own, plan.recorded, check)))
+            # One by one: where a part fails, those before it are there to be removed.
+            installed.extend(technique.install(ToInstall(model, own, plan.recorded, check)))
         if watched:
             installed.append(Watched(model, plan))
         if over is not None:

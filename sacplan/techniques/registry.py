@@ -116,8 +116,9 @@ def installed_on(
 ) -> InstalledParts:
     """Install decisions on a model that is known to be the recorded one."""
     parts = (
-        technique.install(ToInstall(model, own, recorded, False))
+        part
         for technique, own in by_technique(decisions)
+        for part in technique.install(ToInstall(model, own, recorded, False))
     )
     return InstalledParts(tuple(parts))
 

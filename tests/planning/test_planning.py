@@ -43,8 +43,8 @@ def test_a_candidate_knows_the_step_with_its_decisions() -> None:
     profile = sacplan.profile(model, tokens(8, 64, 64), loss_fn=cross_entropy, device="h100")
     planner = Request(solver="greedy", techniques=("recompute", "chunk")).planner(profile)
     planner.smallest(0)
-    assert any(search.basis.settled for search in planner.searches)
-    for one in (each for search in planner.searches for each in search.tried.values()):
+    assert any(search.basis.settled for search in planner.searches.all)
+    for one in (each for search in planner.searches.all for each in search.tried.values()):
         assert one.program.footprint == one.footprint == profile.footprint(one.decisions)
 
 

@@ -8,7 +8,7 @@ planner knows no technique by name.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -232,5 +232,5 @@ class Technique(ABC):
         """
 
     @abstractmethod
-    def install(self, wanted: ToInstall) -> Installed:
-        """Put the decisions on the model."""
+    def install(self, wanted: ToInstall) -> Iterator[Installed]:
+        """Put the decisions on the model, part by part: where one fails, the caller takes off those before it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from sacplan.core.decisions import Chunk, Decision
 from sacplan.core.liveness import Footprint
@@ -82,12 +82,12 @@ class Chunking(Technique):
         except ValueError as error:
             raise PlanError(f"{error}, so these chunks do not go together: {chunks}.") from error
 
-    def install(self, wanted: ToInstall) -> Installed:
+    def install(self, wanted: ToInstall) -> Iterator[Installed]:
         """Replace the forward of each unit."""
         # The executor is not needed to plan.
         from sacplan.techniques.chunk.executor.install import InstalledChunks
 
-        return InstalledChunks(wanted.model, _chunks(wanted.decisions), wanted.recorded)
+        yield InstalledChunks(wanted.model, _chunks(wanted.decisions), wanted.recorded)
 
 
 def _chunks(decisions: Sequence[Decision]) -> list[Chunk]:

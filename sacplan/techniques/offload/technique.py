@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from operator import itemgetter
 
 from msgspec.structs import replace
@@ -99,7 +99,7 @@ class Offloading(Technique):
             draft.ops[op] = replace(draft.ops[op], time_ms=ms)
         return draft.patch()
 
-    def install(self, wanted: ToInstall) -> Installed:
+    def install(self, wanted: ToInstall) -> Iterator[Installed]:
         """Mark the ops at which something is copied in the units."""
         # The executors are not needed to plan. That of recipes has the hooks through which all saved tensors go.
         from sacplan.techniques.offload.executor.marks import Board, Fetch, LetGo, Send
@@ -124,5 +124,6 @@ class Offloading(Technique):
             if fetch is not None:
                 marks[fetch.unit][CallSite(*fetch.site[1:])].append(Fetch(board, number, fetch.tensor))
         frozen = {unit: {site: tuple(all_) for site, all_ in sites.items()} for unit, sites in marks.items()}
-        marked = InstalledRecipes(wanted.model, {}, wanted.recorded, check=False, marks=frozen)
-        return InstalledWeights(wanted.model, weights, board, marked) if weights else marked
+        yield InstalledRecipes(wanted.model, {}, wanted.recorded, check=False, marks=frozen)
+        if weights:
+            yield InstalledWeights(wanted.model, weights, board)

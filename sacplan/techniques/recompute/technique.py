@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from sacplan.core.decisions import Decision, Discarded, Partition, Recompute, as_decisions, discarded_by
 from sacplan.core.derived import derived
@@ -65,7 +65,7 @@ class Recomputation(Technique):
         _check_runs_again(program, discarded)
         return recompute(program, discarded)
 
-    def install(self, wanted: ToInstall) -> Installed:
+    def install(self, wanted: ToInstall) -> Iterator[Installed]:
         """Replace the forward of each unit, or have the compiler's graphs partitioned so."""
         # The executors are not needed to plan.
         from sacplan.techniques.recompute.executor.install import InstalledRecipes
@@ -74,7 +74,7 @@ class Recomputation(Technique):
         partitions = [one for one in wanted.decisions if isinstance(one, Partition)]
         discarded = discarded_by(wanted.decisions)
         recipes = wanted.model, discarded, wanted.recorded, wanted.check
-        return InstalledPartitions(partitions, *recipes) if partitions else InstalledRecipes(*recipes)
+        yield InstalledPartitions(partitions, *recipes) if partitions else InstalledRecipes(*recipes)
 
 
 @derived

@@ -22,7 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from sacplan.core.decisions import OffloadWeight
-from sacplan.core.places import StepDifference
 from sacplan.errors import OffloadError, PlanError
 from sacplan.techniques.base.technique import Installed
 from sacplan.techniques.offload.executor.marks import Board
@@ -320,23 +319,19 @@ class WeightForward(StandIn):
         return other
 
 
-class InstalledWeights:
-    """Parameters of a model that lie on the host, and what else offloading has installed.
+class InstalledWeights(Installed):
+    """Parameters of a model that lie on the host.
 
     Args:
         model: the model.
         weights: decisions about parameters, by number.
         board: knows what has been taken away in the forward pass that runs.
-        marked: the marks at ops of units, which are there already.
 
     Raises:
         PlanError: a parameter cannot leave, or is not there.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, weights: Mapping[int, OffloadWeight], board: Board, marked: Installed
-    ) -> None:
-        self._marked = marked
+    def __init__(self, model: torch.nn.Module, weights: Mapping[int, OffloadWeight], board: Board) -> None:
         self._forwards: dict[str, WeightForward] = {}
         self._weights: list[HostWeight] = []
         self._watched: Any = None
@@ -384,23 +379,8 @@ class InstalledWeights:
                 put_on(module, found)
         return self._forwards[fqn]
 
-    @property
-    def units(self) -> tuple[str, ...]:
-        """The names of the modules with marks."""
-        return self._marked.units
-
-    @property
-    def differences(self) -> tuple[StepDifference, ...]:
-        """For each unit that departed from the recorded step, its first difference."""
-        return self._marked.differences
-
-    def forget_differences(self) -> None:
-        """Start a new step."""
-        self._marked.forget_differences()
-
     def check_removable(self) -> None:
         """Raise ``PlanError`` if somebody replaced a forward again."""
-        self._marked.check_removable()
         check_there(self._forwards.values())
 
     def remove(self) -> None:
@@ -416,7 +396,6 @@ class InstalledWeights:
         for weight in self._weights:
             weight.restore()
         self._forwards, self._weights = {}, []
-        self._marked.remove()
 
 
 def _fills_storage(parameter: torch.Tensor) -> bool:
