@@ -46,7 +46,7 @@ _ROUNDS = 60  # of splitting blocks and cutting off, at most
 
 @dataclass(frozen=True, slots=True)
 class Milp:
-    """The mixed-integer program over the options of all choices (HiGHS).
+    """The mixed-integer program over the options of all choices (PuLP and HiGHS).
 
     Attributes:
         gap: relative gap at which a solution counts as optimal.

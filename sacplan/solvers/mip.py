@@ -1,6 +1,8 @@
-"""Mixed-integer programs, solved by HiGHS.
+"""Mixed-integer programs in PuLP, solved by HiGHS.
 
-The only file that imports ``highspy`` (tried with 1.16).
+The only file that imports PuLP (tried with 3.3). What PuLP gets wrong for our purpose is put right
+here: ``LpProblem.status`` calls the incumbent of an ended search optimal (``sol_status`` does not), and
+no bound is reported, so it is read from HiGHS's info.
 
 What ends a search is a limit of work, not of time: with a given seed the answer is the same on a
 machine that is slow or busy. Work is the nodes of branch and bound, each counted as the nonzeros of its
@@ -17,21 +19,15 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import highspy
+import pulp
 
 from sacplan.errors import PlanError, SolverError
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
-_Ended = Status | Literal["late", "failed"]
 
-_OPTIONS = {
-    "output_flag": False,
-    "threads": 1,  # HiGHS refuses to change it within one process, and more would not be deterministic
-    "mip_allow_restart": False,  # with these two our programs take longer, for the same gap
-    "mip_heuristic_run_feasibility_jump": False,
-}
+_THREADS = 1  # HiGHS refuses to change it within one process, and more would not be deterministic
 
 WORK_LIMIT = 10_000_000
 """The default for one problem."""
@@ -78,12 +74,9 @@ class LinearProgram:
     """A sparse minimisation, built row by row and solved at any time; variables are non-negative by default."""
 
     def __init__(self) -> None:
-        _let_highs_introduce_itself()
-        self._highs = highspy.Highs()
-        for name, value in _OPTIONS.items():
-            self._highs.setOptionValue(name, value)
+        self._problem = pulp.LpProblem("sacplan", pulp.LpMinimize)
+        self._variables: list[Any] = []
         self._costs: list[float] = []
-        self._is_mixed = False
         self._nonzeros = 0
 
     def variable(
@@ -95,12 +88,10 @@ class LinearProgram:
         cost: float = 0.0,
     ) -> int:
         """Add a variable, and return its number."""
-        self._highs.addCol(cost, *_bounds(lower, upper), 0, [], [])
-        if integer:
-            self._is_mixed = True
-            self._highs.changeColIntegrality(len(self._costs), highspy.HighsVarType.kInteger)
+        kind = pulp.LpInteger if integer else pulp.LpContinuous
+        self._variables.append(self._problem.add_variable(f"x{len(self._variables)}", lower, upper, kind))
         self._costs.append(cost)
-        return len(self._costs) - 1
+        return len(self._variables) - 1
 
     def binary(self, *, cost: float = 0.0) -> int:
         """Add a variable that is 0 or 1, and return its number."""
@@ -110,9 +101,16 @@ class LinearProgram:
         self, terms: Iterable[tuple[int, float]], *, lower: float | None = None, upper: float | None = None
     ) -> None:
         """Add lower <= sum of coefficient * variable <= upper; terms are (variable, coefficient)."""
-        given = {column: factor for column, factor in terms if factor}
+        given = [(self._variables[i], factor) for i, factor in terms if factor]
+        expression = pulp.LpAffineExpression(given)
         self._nonzeros += len(given)
-        self._highs.addRow(*_bounds(lower, upper), len(given), list(given), list(given.values()))
+        if lower is not None and lower == upper:
+            self._problem.addConstraint(pulp.LpConstraint(expression, pulp.LpConstraintEQ, rhs=lower))
+            return
+        # A constraint of PuLP has one sense, so a row with two bounds becomes two of them.
+        for bound, sense in ((lower, pulp.LpConstraintGE), (upper, pulp.LpConstraintLE)):
+            if bound is not None:
+                self._problem.addConstraint(pulp.LpConstraint(expression.copy(), sense, rhs=bound))
 
     def solve(
         self,
@@ -135,57 +133,44 @@ class LinearProgram:
             SolverError: HiGHS failed, or has run for ``time_limit_s``.
         """
         check_options(gap, work_limit, seed, time_limit_s)
-        highs, nonzeros = self._highs, max(1, self._nonzeros)
-        highs.setOptionValue("mip_rel_gap", gap)
+        priced = zip(self._variables, self._costs, strict=True)
+        self._problem.setObjective(pulp.LpAffineExpression([(v, cost) for v, cost in priced if cost]))
         # HiGHS knows a limit of nodes and none of work, so the work is divided by what one node counts.
-        highs.setOptionValue("mip_max_nodes", max(1, work_limit // nonzeros))
-        highs.setOptionValue("random_seed", seed)
-        highs.setOptionValue("time_limit", math.inf if time_limit_s is None else float(time_limit_s))
-        # HiGHS 1.15's presolve calls programs infeasible that just fit, and may fail.
-        status = self._run("choose")
-        if status in ("infeasible", "failed"):
-            again = self._run("off")
-            status = status if again == "unknown" else again
-        if status == "failed":
-            raise SolverError(f"HiGHS failed: {highs.getModelStatus().name}")
-        if status == "late":
-            raise SolverError(
-                f"the search was not done in {time_limit_s} s; raise time_limit, or leave it out: the limit of work "
-                "ends every search, with the same answer on every machine"
+        nonzeros = max(1, self._nonzeros)
+        try:
+            ended = _solve_highs(
+                self._problem, _Options(gap, max(1, work_limit // nonzeros), seed, time_limit_s)
             )
-        info = highs.getInfo()
+        except pulp.PulpSolverError as error:
+            raise SolverError(f"HiGHS failed: {error}") from error
+        status, bound = ended.status, ended.bound
         # A program that is solved without branching may report no node at all.
-        work = max(1, int(info.mip_node_count)) * nonzeros
-        # Without integer variables there is no branch and bound: the optimum itself is the bound.
-        bound = float(info.mip_dual_bound if self._is_mixed else info.objective_function_value)
-        known = math.isfinite(bound) and (self._is_mixed or status == "optimal")
+        work = max(1, ended.nodes) * nonzeros
         if status in ("infeasible", "unknown"):
-            return LinearSolution(status, bound=bound if known else None, work=work)
-        values = tuple(highs.getSolution().col_value)
+            return LinearSolution(status, bound=bound, work=work)
+        values = tuple(
+            (v.lowBound or 0.0) if v.varValue is None else float(v.varValue)  # None: it is in no row
+            for v in self._variables
+        )
         objective = math.fsum(cost * value for value, cost in zip(values, self._costs, strict=True))
         # By a tolerance, a bound may come in above the objective.
-        return LinearSolution(status, values, objective, min(bound, objective) if known else None, work)
-
-    def _run(self, presolve: str) -> _Ended:
-        highs, ended = self._highs, highspy.HighsModelStatus
-        highs.clearSolver()
-        highs.setOptionValue("presolve", presolve)
-        highs.run()
-        there = highs.getInfo().primal_solution_status == highspy.kSolutionStatusFeasible
-        at_limit: _Ended = "feasible" if there else "unknown"
-        known: dict[Any, _Ended] = {
-            ended.kOptimal: "optimal",
-            ended.kInfeasible: "infeasible",
-            ended.kUnboundedOrInfeasible: "infeasible",
-            ended.kSolutionLimit: at_limit,
-            ended.kModelEmpty: "optimal",
-            ended.kTimeLimit: "late",
-        }
-        return known.get(highs.getModelStatus(), "failed")
+        least = None if bound is None else min(bound, objective)
+        return LinearSolution(status, values, objective, least, work)
 
 
-def _bounds(lower: float | None, upper: float | None) -> tuple[float, float]:
-    return -math.inf if lower is None else lower, math.inf if upper is None else upper
+class _Options(NamedTuple):
+    gap: float
+    nodes: int
+    seed: int
+    time_limit_s: float | None
+
+
+class _Ended(NamedTuple):
+    """How a solver's search ended."""
+
+    status: Status
+    bound: float | None
+    nodes: int
 
 
 def check_options(gap: float, work_limit: int, seed: int, time_limit_s: float | None = None) -> None:
@@ -208,12 +193,64 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _status(problem: pulp.LpProblem) -> Status:
+    by_solution: dict[int, Status] = {
+        pulp.LpSolutionOptimal: "optimal",
+        pulp.LpSolutionIntegerFeasible: "feasible",
+        pulp.LpSolutionInfeasible: "infeasible",
+        pulp.LpSolutionNoSolutionFound: "unknown",
+    }
+    if problem.sol_status not in by_solution:
+        raise SolverError(f"the solver answered {pulp.LpStatus[problem.status]!r}, which should not happen")
+    return by_solution[problem.sol_status]
+
+
+class _HighsWithNodes(pulp.HiGHS):  # type: ignore[misc]
+    """PuLP's HiGHS, which ends at a number of nodes.
+
+    HiGHS has an option for that as well, but PuLP does not know the status that it ends with.
+
+    Args:
+        nodes: at most.
+        options: of HiGHS.
+    """
+
+    def __init__(self, nodes: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._nodes = nodes
+
+    def callSolver(self, lp: Any) -> None:
+        """Called by PuLP when the model is built."""
+
+        def stop(kind: Any, message: str, seen: Any, answer: Any, data: Any) -> None:
+            answer.user_interrupt = seen.mip_node_count >= self._nodes
+
+        # Not through PuLP, which sets callbacks before it silences HiGHS.
+        lp.solverModel.setCallback(stop, None)
+        lp.solverModel.startCallback(self.hscb.HighsCallbackType.kCallbackMipInterrupt)
+        super().callSolver(lp)
+
+
+def _solve_highs(problem: pulp.LpProblem, options: _Options) -> _Ended:
+    """Solve with HiGHS; again without its presolve if that fails, or says "infeasible".
+
+    HiGHS 1.15's presolve calls programs infeasible that just fit.
+    """
+    ended = _run_highs(problem, "choose", options)
+    if ended.status == "infeasible" or problem.solverModel.getModelStatus().name == "kSolveError":
+        again = _run_highs(problem, "off", options)
+        return ended if again.status == "unknown" else again
+    return ended
+
+
 @functools.cache
 def _let_highs_introduce_itself() -> None:
     """HiGHS 1.16 prints two lines when a process first makes a solver, before it can be told not to.
 
     Standard output may be JSON that somebody reads, so these lines go nowhere.
     """
+    import highspy
+
     flush = ctypes.CDLL(None).fflush if os.name == "posix" else ctypes.cdll.msvcrt.fflush
     sys.stdout.flush()
     # C has a buffer of its own. It is emptied before, so that nothing is lost, and after, so that HiGHS's lines are.
@@ -231,3 +268,35 @@ def _let_highs_introduce_itself() -> None:
     finally:
         os.dup2(shown, 1)
         os.close(shown)
+
+
+def _run_highs(problem: pulp.LpProblem, presolve: str, options: _Options) -> _Ended:
+    _let_highs_introduce_itself()
+    problem.solve(
+        _HighsWithNodes(
+            options.nodes,
+            msg=False,
+            gapRel=options.gap,
+            timeLimit=options.time_limit_s,
+            threads=_THREADS,
+            random_seed=options.seed,
+            presolve=presolve,
+            mip_allow_restart=False,  # with these two our programs take longer, for the same gap
+            mip_heuristic_run_feasibility_jump=False,
+        )
+    )
+    if problem.solverModel.getModelStatus().name == "kTimeLimit":
+        raise SolverError(
+            f"the search was not done in {options.time_limit_s} s; raise time_limit, or leave it out: the limit of "
+            "work ends every search, with the same answer on every machine"
+        )
+    status = _status(problem)
+    info = problem.solverModel.getInfo()
+    if status == "feasible" and info.primal_solution_status != 2:  # 2: a feasible point
+        status = "unknown"
+    # Without integer variables there is no branch and bound: the optimum itself is the bound.
+    bound = float(info.mip_dual_bound) if problem.isMIP() else None
+    if bound is None and status == "optimal":
+        bound = float(info.objective_function_value)
+    known = bound is not None and math.isfinite(bound)
+    return _Ended(status, bound if known else None, int(info.mip_node_count))
