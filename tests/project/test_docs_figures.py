@@ -211,11 +211,11 @@ def verdicts() -> Iterator[tuple[str, str]]:
     assert "--device rtx-4090 --batch 4 --seq 1024 --lora r=16 --load-in-4bit" in found["command"]
     as_it_is, best = found["as_it_is"], found["recommended"]
     assert best["fits"]
-    assert (best["optimizer"], best["way"]) == ("adamw", "plan + chunked loss")
+    assert (best["optimizer"], best["way"]) == ("adamw-fused", "plan + chunked loss")
     yield (
         "docs/lora.md",
         f"{as_it_is['peak_bytes'] / 2**30:.2f} GiB as it is, {as_it_is['over_bytes'] / 2**30:.2f} GiB too much; with "
-        f"a plan and the loss in slices {best['peak_bytes'] / 2**30:.2f} GiB, for which torch reserves "
+        f"fused AdamW, a plan and the loss in slices {best['peak_bytes'] / 2**30:.2f} GiB, for which torch reserves "
         f"{best['reserved_bytes'] / 2**30:.2f} GiB, and it fits. By the cost model, that step takes "
         f"{best['step_ms']:,.0f} ms where the one that does not fit would take {as_it_is['step_ms']:,.0f}",
     )
