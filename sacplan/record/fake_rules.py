@@ -26,7 +26,8 @@ from torch.utils._mode_utils import no_dispatch
 
 from sacplan.record.checks import outcome_that_passes
 from sacplan.record.fake_values import DESCRIPTIONS, NO_ANSWER, PARAMETERS, KnownValues, is_float
-from sacplan.torch_compat.ops import RuleTable, tensors_in
+from sacplan.torch_compat.ops import RuleTable, op_named, tensors_in
+from sacplan.torch_compat.private import ranks_of_group
 
 aten = torch.ops.aten
 
@@ -298,6 +299,16 @@ CHOICES = frozenset(str(op) for op, rule in assume.items() if rule in _CHOOSE)
 def _decide_sort(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     dim = _argument(args, kwargs, 1, "dim", -1)
     return (UNKNOWN, same_indices(tuple(out[1].shape), dim, _size(args[0], dim))), "in order"
+
+
+@assume(*filter(None, [op_named("_c10d_functional.all_to_all_single.default")]))
+def _decide_exchanged(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
+    """Let each rank send to this one what this one sends to itself: counts of tokens, before the tokens."""
+    sent, ranks = values.value(args[0]), ranks_of_group(args[3])
+    if sent is None or ranks is None:
+        return None, ""
+    own = sent.split(args[2])[ranks.index(torch.distributed.get_rank())]
+    return (torch.cat([own] * len(ranks)),), "alike ranks"
 
 
 _GOLDEN = (math.sqrt(5) - 1) / 2

@@ -44,7 +44,7 @@ MAX_FLOATS = 2**20
 DESCRIPTIONS = {row["rule"]: row["assumed"] for row in table_of(Path(__file__).with_name("data_rules.csv"))}
 
 
-_OF_SIZES = ("balanced", "worst", "even spread", "all elements")
+_OF_SIZES = ("balanced", "worst", "alike ranks", "even spread", "all elements")
 
 
 def decides_sizes(sentence: str) -> bool:
