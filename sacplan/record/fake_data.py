@@ -239,12 +239,7 @@ class DataRules(KnownValues, Watching):
             with no_dispatch():
                 values, rule = decide(self, args, kwargs, out)
             rules = ({rule: None} if rule else {}) | (self.rules_of(inputs) if is_exchanged else {})
-        elif (
-            not known
-            or traits.random
-            or torch.Tag.nondeterministic_seeded in func.tags
-            or is_exchanged
-        ):
+        elif not known or traits.random or torch.Tag.nondeterministic_seeded in func.tags or is_exchanged:
             return  # running these again would draw numbers, or wait for other ranks
         else:
             result = self.run_on_values(func, args, kwargs, inputs)

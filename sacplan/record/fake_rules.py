@@ -138,13 +138,10 @@ def _index(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
             replaced.append(index)
             continue
         rows, resting_on = _nonzero_of(values, func, index)
-        replaced.extend(values.as_fake(column.contiguous(), resting_on) for column in _columns(rows))
+        with no_dispatch():
+            columns = [column.contiguous() for column in rows.unbind(1)]
+        replaced.extend(values.as_fake(column, resting_on) for column in columns)
     return NewArguments((tensor, replaced))
-
-
-def _columns(rows: torch.Tensor) -> list[torch.Tensor]:
-    with no_dispatch():
-        return [column.contiguous() for column in rows.unbind(1)]
 
 
 @answer(aten.masked_select.default)
@@ -247,9 +244,8 @@ def _chosen(
     values: KnownValues, shape: tuple[int, ...], dim: int, candidates: int
 ) -> tuple[torch.Tensor, str]:
     """Return which candidates each row chooses, and the rule."""
-    worst = values.routing == "worst"
-    found = (same_indices if worst else balanced_indices)(shape, dim, candidates)
-    return found, "worst" if worst else "balanced"
+    indices = same_indices if values.routing == "worst" else balanced_indices
+    return indices(shape, dim, candidates), values.routing
 
 
 def _size(tensor: torch.Tensor, dim: int) -> int:
@@ -367,9 +363,9 @@ def _decide_filled(
 
 
 def _decide_comparison(
-    same: bool, other: bool, values: KnownValues, args: Any, kwargs: Any, out: Any
+    is_equal: bool, values: KnownValues, args: Any, kwargs: Any, out: Any
 ) -> tuple[Any, str]:
-    """Compare finite floats other than zero: ``x op x`` is ``same``, ``x op inf`` and ``x op 0`` are ``other``."""
+    """Compare finite floats other than zero: ``x`` equals ``x``, and neither infinity nor 0."""
     # Any other comparison depends on the values, and has no rule.
     left, right = args[0], args[1]
     is_infinite = isinstance(right, float) and math.isinf(right)
@@ -377,7 +373,7 @@ def _decide_comparison(
     is_zero = isinstance(right, (int, float)) and right == 0
     if not left.dtype.is_floating_point or not (right is left or is_infinite or is_zero):
         return None, ""
-    found = torch.full(out.shape, same if right is left else other, dtype=torch.bool)
+    found = torch.full(out.shape, (right is left) == is_equal, dtype=torch.bool)
     return (found,), "not zero" if is_zero else "finite"
 
 
@@ -393,13 +389,8 @@ def _decide_not_finite(values: KnownValues, args: Any, kwargs: Any, out: Any) ->
     return (torch.zeros(out.shape, dtype=torch.bool),), "finite"
 
 
-for _op, _same, _other in (
-    (aten.eq.Tensor, True, False),
-    (aten.ne.Tensor, False, True),
-    (aten.eq.Scalar, True, False),
-    (aten.ne.Scalar, False, True),
-):
-    assume[_op] = functools.partial(_decide_comparison, _same, _other)
+assume(aten.eq.Tensor, aten.eq.Scalar)(functools.partial(_decide_comparison, True))
+assume(aten.ne.Tensor, aten.ne.Scalar)(functools.partial(_decide_comparison, False))
 _FILLED = {
     aten.zeros_like.default: (0, 0),
     aten.ones_like.default: (0, 1),

@@ -17,7 +17,9 @@ from tests.zoo.experts import SpreadExperts
 
 pytestmark = [
     needs_gloo,
-    pytest.mark.filterwarnings("ignore:.*assumed .(balanced|worst|alike ranks).:sacplan.errors.SacplanWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:.*assumed .(balanced|worst|alike ranks).:sacplan.errors.SacplanWarning"
+    ),
 ]
 
 RANKS, ROWS, DIM, EXPERTS = 2, 256, 16, 4
@@ -53,7 +55,11 @@ def on_rank(rank: int, directory: str, routing: Routing) -> None:
                 measured = RankMemory(spread, x, mean_square).peak_bytes()
             assert measured <= predicted, (rank, measured, predicted)
             # Where all tokens go to the first rank, the other one is taken to have balanced routing, which needs more.
-            assert (measured == predicted) == (routing == "balanced" or rank == 0), (rank, measured, predicted)
+            assert (measured == predicted) == (routing == "balanced" or rank == 0), (
+                rank,
+                measured,
+                predicted,
+            )
 
 
 @pytest.mark.slow
