@@ -1,11 +1,12 @@
 """Which parallelism is fastest for a large model, on every mesh of some devices, and how long does planning take?
 
-    python -m benchmarks.layouts [--runs 8b-1 8b-8 8b-64 70b-8 70b-64 70b-1024] [--search]
+    python -m benchmarks.layouts [--runs tiny-4 8b-1 8b-8 8b-64 70b-8 70b-64 70b-1024] [--search]
 
 Models: Llama-3-8B's shape and a 70B shape (80 layers of 8,192, 28,672 inside, 64 heads, 8 for keys and values, 128,256
 words), sequences of 8,192 tokens, bfloat16, fused AdamW, on the meta device; everything is predicted. A step of the 8B
-is 16 sequences, 131,072 tokens; one device also gets one at a time, of which 16 make a step (accumulated). The budget
-of a rank is the memory of an H100 less a headroom of 15 %.
+is 16 sequences, 131,072 tokens; one device gets one at a time, of which 16 make a step (accumulated). The budget
+of a rank is the memory of an H100 less a headroom of 15 %. A tiny Llama of three layers in 112 MiB shows what planning
+costs that is not for size.
 
 A row is a way to run the step: the mesh, how the step is spread, peak per rank without and with a plan,
 ms of a step, of recomputation and of exposed communication, and samples per second: those of ``sacplan.layouts``.
@@ -20,9 +21,10 @@ from collections.abc import Iterator, Sequence
 
 import sacplan
 from benchmarks.harness.command import Parser
-from benchmarks.harness.results import GIB, Row, as_text, write_results
+from benchmarks.harness.results import GIB, ROOT, Row, as_text, write_results
 from benchmarks.harness.table import markdown_table
 from benchmarks.models.cases import empty_text, fused_adamw, published
+from sacplan.core.files import table_of
 from sacplan.planning.limits import DEFAULT_HEADROOM
 
 DEVICE = "h100"
@@ -30,31 +32,49 @@ LENGTH = 8192
 STEP = 16
 """Sequences."""
 
-SHAPES = {"8b": "meta-llama/Meta-Llama-3-8B", "70b": "meta-llama/Meta-Llama-3-70B"}
+SHAPES: dict[str, tuple[str, dict[str, int]]] = {
+    "tiny": (
+        "meta-llama/Meta-Llama-3-8B",
+        {
+            "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8,
+            "num_key_value_heads": 8, "head_dim": 16, "vocab_size": 256,
+        },
+    ),
+    "8b": ("meta-llama/Meta-Llama-3-8B", {}),
+    "70b": ("meta-llama/Meta-Llama-3-70B", {}),
+}  # fmt: skip
+"""Configurations, and what is changed in them."""
 
-RUNS: dict[str, tuple[str, int, tuple[int, ...]]] = {
-    "8b-1": ("8b", 1, (STEP, 1)),
-    "8b-8": ("8b", 8, (STEP,)),
-    "8b-64": ("8b", 64, (STEP,)),
-    "70b-8": ("70b", 8, (STEP,)),
-    "70b-64": ("70b", 64, (64,)),
-    "70b-1024": ("70b", 1024, (1024,)),
+BUDGETS = {"tiny": "112MiB"}
+LENGTHS = {"tiny": 1024}
+
+RUNS: dict[str, tuple[str, int, int]] = {
+    "tiny-4": ("tiny", 4, 8),
+    "8b-1": ("8b", 1, 1),
+    "8b-8": ("8b", 8, STEP),
+    "8b-64": ("8b", 64, STEP),
+    "70b-8": ("70b", 8, STEP),
+    "70b-64": ("70b", 64, 64),
+    "70b-1024": ("70b", 1024, 1024),
 }
-"""Shape, devices, and numbers of sequences in a step of all ranks together."""
+"""Shape, devices, and sequences in a step of all ranks together."""
+
+FORMER = ROOT / "benchmarks" / "data" / "own_runtime.csv"
 
 HEADS = "mesh | spread as | peak, no plan | with a plan | step | of it recomputed | of it waiting | tokens/s"
 
 
 def profiled(shape: str, sequences: int) -> sacplan.Profile:
     """Profile the step of the whole model on one device."""
-    batch = empty_text(sequences, LENGTH)
-    return sacplan.profile(published(SHAPES[shape]), batch, optimizer=fused_adamw, device=DEVICE)
+    batch, (name, changes) = empty_text(sequences, LENGTHS.get(shape, LENGTH)), SHAPES[shape]
+    return sacplan.profile(published(name, **changes), batch, optimizer=fused_adamw, device=DEVICE)
 
 
 def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
     """Return a run: all ways to spread a step over a number of devices."""
     profile, began = profiled(shape, sequences), time.process_time()
-    found = sacplan.layouts(profile, devices=devices, headroom=DEFAULT_HEADROOM, search=search)
+    limit = {"budget": BUDGETS[shape]} if shape in BUDGETS else {"headroom": DEFAULT_HEADROOM}
+    found = sacplan.layouts(profile, devices=devices, search=search, **limit)
     seconds = time.process_time() - began
     rows = [
         {
@@ -74,7 +94,7 @@ def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
         "shape": shape,
         "devices": devices,
         "sequences": sequences,
-        "length": LENGTH,
+        "length": LENGTHS.get(shape, LENGTH),
         "budget_bytes": found.budget_bytes,
         "one_device_peak_bytes": profile.peak_bytes,
         "ops": len(profile.recorded.ops),
@@ -101,7 +121,7 @@ def cells_of(row: Row, length: int) -> list[str]:
     peaks = [f"{row[key] / GIB:.1f} GiB" for key in ("unplanned_peak_bytes", "peak_bytes")]
     way = [mesh_text(row), row["name"]]
     if not row["fits"]:
-        return [*way, peaks[0], f"does not fit (at least {peaks[1]})", "", "", "", ""]
+        return [*way, peaks[0], f"at least {peaks[1]}", "", "", "", ""]
     times = [f"{row[key]:,.0f} ms" for key in ("step_ms", "recompute_ms", "collective_ms")]
     return [*way, *peaks, *times, f"{row['samples_per_s'] * length:,.0f}"]
 
@@ -125,6 +145,21 @@ def markdown(runs: Sequence[Row], shape: str = "8b") -> str:
     return "\n".join(found).strip()
 
 
+def planning(runs: Sequence[Row]) -> str:
+    """Write what a search and its best mesh took before PyTorch ran the ranks, and take today, as a table."""
+    known = {(row["case"], row["figure"]): row for row in table_of(FORMER)}
+    rows = []
+    for run in runs:
+        case = f"{run['shape']}, {run['devices']} GPUs"
+        search = known.get((case, "planning, s"))
+        if search is not None:
+            step = known.get((case, "fastest step, ms"), {"before": "", "pytorch": ""})
+            seconds = f"{run['processor_seconds']:.0f} s"
+            steps = [f"{ms} ms" if ms else "" for ms in (step["before"], step["pytorch"])]
+            rows.append([case, *steps, f"{search['before']} s", seconds])
+    return markdown_table("what | step before | step | planning before | planning", rows)
+
+
 def refusals(run: Row) -> Iterator[str]:
     """Yield the meshes that are refused, each with the first reason."""
     for text in run["refused"]:
@@ -140,11 +175,9 @@ def main() -> None:
     arguments = parser.begin(note=f"; predicted for {DEVICE}", silence=True)
     runs = []
     for name in arguments.runs:
-        shape, devices, sequences = RUNS[name]
-        for each in sequences:
-            runs.append(looked(shape, devices, each, search=arguments.search))
-            print(f"\n{as_text(runs[-1])}\n{table(runs[-1])}", *refusals(runs[-1]), sep="\n", flush=True)
-            write_results(arguments.json, runs, device=DEVICE, search=arguments.search)
+        runs.append(looked(*RUNS[name], search=arguments.search))
+        print(f"\n{as_text(runs[-1])}\n{table(runs[-1])}", *refusals(runs[-1]), sep="\n", flush=True)
+        write_results(arguments.json, runs, device=DEVICE, search=arguments.search)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from sacplan.profiling.remarks import loss_of_library, summed_outputs, without_b
 from sacplan.record.compiled import CompileModules, compilation_of, compile_step, dry_compiled
 from sacplan.record.fake_copy import FakeCopier
 from sacplan.record.fake_data import DataRules, data_rules
-from sacplan.record.fake_values import is_worst
+from sacplan.record.fake_values import is_rule
 from sacplan.record.gradient_hooks import has_gradient_hooks, optimizers_in_backward
 from sacplan.record.host_state import host_bytes, shards_host_bytes
 from sacplan.record.limits import WITHOUT_HOOKS, explained_limits, refuses_hooks
@@ -176,7 +176,7 @@ def profile(
     )  # fmt: skip
     found = trace_step(asked)
     # Experts that get no tokens may do nothing at all, not even make gradients: then balanced routing takes more.
-    if found.fingerprint.setup.routing == "worst" and any(map(is_worst, found.rules)):
+    if found.fingerprint.setup.routing == "worst" and any(is_rule("worst", rule) for rule in found.rules):
         found = max(found, trace_step(replace(asked, routing="balanced")), key=lambda one: one.peak_bytes)
     warn_of_step(found, stacklevel=3)
     return found

@@ -53,7 +53,7 @@ from sacplan.questions.verdict import FitRow, Verdict, cheapest_of, is_same_trai
 from sacplan.questions.ways import AS_IT_IS, Way, host_ways, long_ways, quick_ways
 from sacplan.record.compiled import CompileModules
 from sacplan.record.fake_rules import CHOICES
-from sacplan.record.fake_values import is_balanced
+from sacplan.record.fake_values import is_rule
 from sacplan.record.longest import LongestBatch
 from sacplan.record.step import LossFn
 
@@ -343,7 +343,7 @@ class Sweep(Asked):
     def _say_worst_routing(self) -> None:
         """Note what the step as it is would need if a router sent all tokens to the same experts."""
         # The model routes no tokens, or the worst routing was asked for and is in all rows already.
-        if not any(is_balanced(rule) for rule in self.base.rules):
+        if not any(is_rule("balanced", rule) for rule in self.base.rules):
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SacplanWarning)  # the sentence below says what is assumed

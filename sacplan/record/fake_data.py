@@ -81,6 +81,9 @@ def data_rules(routing: Routing = "balanced") -> Iterator[DataRules]:
     ``in order``
         ``sort`` and ``argsort`` of values that are not known return the order that is there. Sizes that
         follow are exact, since a permutation has no other.
+    ``alike ranks``
+        All ranks choose alike: of an ``all_to_all_single`` of known values, such as the number of tokens for each
+        expert, a rank gets from each what it sends to itself.
     ``even spread``
         ``rand``, ``rand_like``, ``uniform_``, ``bernoulli``, ``randint`` and ``randperm`` give numbers
         spread evenly over their range, a single one its middle. ``torch.rand([]) < p`` (LayerDrop) is
@@ -229,18 +232,14 @@ class DataRules(KnownValues, Watching):
         known = (of_parameters or PARAMETERS not in resting_on) and self._values(inputs) is not None
         decide = None if of_parameters else assume.get(func)
         values: Any
-        if decide is not None and (traits.random or func in CONTENTS_UNDEFINED or not known):
-            # Known inputs go before a rule, but for random ops, which would draw from the user's generator, and for
-            # ``empty`` and its relatives, whose contents are arbitrary.
+        is_exchanged = is_between_ranks(func)
+        if decide is not None and (traits.random or func in CONTENTS_UNDEFINED or is_exchanged or not known):
+            # Known inputs go before a rule, but for random ops, which would draw from the user's generator, for
+            # ``empty`` and its relatives, whose contents are arbitrary, and for what other ranks send.
             with no_dispatch():
                 values, rule = decide(self, args, kwargs, out)
-            rules = {rule: None} if rule else {}
-        elif (
-            not known
-            or traits.random
-            or torch.Tag.nondeterministic_seeded in func.tags
-            or is_between_ranks(func)
-        ):
+            rules = ({rule: None} if rule else {}) | (self.rules_of(inputs) if is_exchanged else {})
+        elif not known or traits.random or torch.Tag.nondeterministic_seeded in func.tags or is_exchanged:
             return  # running these again would draw numbers, or wait for other ranks
         else:
             result = self.run_on_values(func, args, kwargs, inputs)

@@ -26,7 +26,8 @@ from torch.utils._mode_utils import no_dispatch
 
 from sacplan.record.checks import outcome_that_passes
 from sacplan.record.fake_values import DESCRIPTIONS, NO_ANSWER, PARAMETERS, KnownValues, is_float
-from sacplan.torch_compat.ops import RuleTable, tensors_in
+from sacplan.torch_compat.ops import RuleTable, op_named, tensors_in
+from sacplan.torch_compat.private import ranks_of_group
 
 aten = torch.ops.aten
 
@@ -137,13 +138,10 @@ def _index(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
             replaced.append(index)
             continue
         rows, resting_on = _nonzero_of(values, func, index)
-        replaced.extend(values.as_fake(column.contiguous(), resting_on) for column in _columns(rows))
+        with no_dispatch():
+            columns = [column.contiguous() for column in rows.unbind(1)]
+        replaced.extend(values.as_fake(column, resting_on) for column in columns)
     return NewArguments((tensor, replaced))
-
-
-def _columns(rows: torch.Tensor) -> list[torch.Tensor]:
-    with no_dispatch():
-        return [column.contiguous() for column in rows.unbind(1)]
 
 
 @answer(aten.masked_select.default)
@@ -246,9 +244,8 @@ def _chosen(
     values: KnownValues, shape: tuple[int, ...], dim: int, candidates: int
 ) -> tuple[torch.Tensor, str]:
     """Return which candidates each row chooses, and the rule."""
-    worst = values.routing == "worst"
-    found = (same_indices if worst else balanced_indices)(shape, dim, candidates)
-    return found, "worst" if worst else "balanced"
+    indices = same_indices if values.routing == "worst" else balanced_indices
+    return indices(shape, dim, candidates), values.routing
 
 
 def _size(tensor: torch.Tensor, dim: int) -> int:
@@ -298,6 +295,16 @@ CHOICES = frozenset(str(op) for op, rule in assume.items() if rule in _CHOOSE)
 def _decide_sort(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     dim = _argument(args, kwargs, 1, "dim", -1)
     return (UNKNOWN, same_indices(tuple(out[1].shape), dim, _size(args[0], dim))), "in order"
+
+
+@assume(*filter(None, [op_named("_c10d_functional.all_to_all_single.default")]))
+def _decide_exchanged(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
+    """Let each rank send to this one what this one sends to itself: counts of tokens, before the tokens."""
+    sent, ranks = values.value(args[0]), ranks_of_group(args[3])
+    if sent is None or ranks is None:
+        return None, ""
+    own = sent.split(args[2])[ranks.index(torch.distributed.get_rank())]
+    return (torch.cat([own] * len(ranks)),), "alike ranks"
 
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -356,9 +363,9 @@ def _decide_filled(
 
 
 def _decide_comparison(
-    same: bool, other: bool, values: KnownValues, args: Any, kwargs: Any, out: Any
+    is_equal: bool, values: KnownValues, args: Any, kwargs: Any, out: Any
 ) -> tuple[Any, str]:
-    """Compare finite floats other than zero: ``x op x`` is ``same``, ``x op inf`` and ``x op 0`` are ``other``."""
+    """Compare finite floats other than zero: ``x`` equals ``x``, and neither infinity nor 0."""
     # Any other comparison depends on the values, and has no rule.
     left, right = args[0], args[1]
     is_infinite = isinstance(right, float) and math.isinf(right)
@@ -366,7 +373,7 @@ def _decide_comparison(
     is_zero = isinstance(right, (int, float)) and right == 0
     if not left.dtype.is_floating_point or not (right is left or is_infinite or is_zero):
         return None, ""
-    found = torch.full(out.shape, same if right is left else other, dtype=torch.bool)
+    found = torch.full(out.shape, (right is left) == is_equal, dtype=torch.bool)
     return (found,), "not zero" if is_zero else "finite"
 
 
@@ -382,13 +389,8 @@ def _decide_not_finite(values: KnownValues, args: Any, kwargs: Any, out: Any) ->
     return (torch.zeros(out.shape, dtype=torch.bool),), "finite"
 
 
-for _op, _same, _other in (
-    (aten.eq.Tensor, True, False),
-    (aten.ne.Tensor, False, True),
-    (aten.eq.Scalar, True, False),
-    (aten.ne.Scalar, False, True),
-):
-    assume[_op] = functools.partial(_decide_comparison, _same, _other)
+assume(aten.eq.Tensor, aten.eq.Scalar)(functools.partial(_decide_comparison, True))
+assume(aten.ne.Tensor, aten.ne.Scalar)(functools.partial(_decide_comparison, False))
 _FILLED = {
     aten.zeros_like.default: (0, 0),
     aten.ones_like.default: (0, 1),

@@ -44,22 +44,17 @@ MAX_FLOATS = 2**20
 DESCRIPTIONS = {row["rule"]: row["assumed"] for row in table_of(Path(__file__).with_name("data_rules.csv"))}
 
 
-_OF_SIZES = ("balanced", "worst", "even spread", "all elements")
+_OF_SIZES = ("balanced", "worst", "alike ranks", "even spread", "all elements")
 
 
 def decides_sizes(sentence: str) -> bool:
     """Whether an applied rule, as text, is one by which tensors may have other sizes than in a real step."""
-    return any(f"assumed ({rule})" in sentence for rule in _OF_SIZES)
+    return any(is_rule(rule, sentence) for rule in _OF_SIZES)
 
 
-def is_balanced(sentence: str) -> bool:
-    """Whether an applied rule, as text, is that of balanced routing."""
-    return "assumed (balanced)" in sentence
-
-
-def is_worst(sentence: str) -> bool:
-    """Whether an applied rule, as text, is that of all tokens on the same experts."""
-    return "assumed (worst)" in sentence
+def is_rule(rule: str, sentence: str) -> bool:
+    """Whether an applied rule, as text, is the one of this name."""
+    return f"assumed ({rule})" in sentence
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ def test_the_docs_have_what_a_sweep_found(sweep: Sweep[Any]) -> None:
 PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "layouts": (DOCS / "which-parallelism.md", lambda: layouts.markdown(_rows("layouts"))),
     "layouts, 70B": (DOCS / "which-parallelism.md", lambda: layouts.markdown(_rows("layouts"), "70b")),
+    "layouts, planning": (DOCS / "which-parallelism.md", lambda: layouts.planning(_rows("layouts"))),
     "modes": (DOCS / "modes.md", lambda: f"{_modes('gpt2')}\n\n{_modes('resnet50')}"),
     "op memory": (DOCS / "op_memory.md", lambda: op_memory.markdown(_rows("op_memory"))),
     "published, all": (published.CSV, lambda: published.csv_table(published.read_page_rows()[0])),

@@ -490,6 +490,9 @@ def test_a_plan_may_ask_for_the_host() -> None:
     device, host = (sacplan.profile(*step, ranks=spread(policy)) for policy in (None, CPUOffloadPolicy()))
     plan = sacplan.plan(device, "100%", ranks=spread(CPUOffloadPolicy()))
     assert plan.ranks == host.ranks
+    assert host.host_bytes > 0 == device.host_bytes
+    assert host.peak_bytes < device.peak_bytes
+    assert plan.baseline_peak_bytes == host.peak_bytes
     assert "offload_policy=CPUOffloadPolicy()" in str(plan)
     assert sacplan.plan(host, "100%", ranks=spread(OffloadPolicy())).peak_bytes == device.peak_bytes
 

@@ -89,6 +89,10 @@ def gradients_in_buckets(model: nn.Module, mesh: Any) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
+def in_one_graph(model: nn.Module, mesh: Any) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, static_graph=True)
+
+
 def with_unused(model: nn.Module, mesh: Any) -> nn.Module:
     """A layer that no step uses."""
     model.never = nn.Linear(40, 50)
@@ -178,6 +182,9 @@ CASES = {
     "DDP": Case(replicas, buckets=True),
     "replicate": Case(replicas_in_place, buckets=True),
     "gradients in buckets": Case(gradients_in_buckets, buckets=True),
+    "static graph": Case(
+        in_one_graph, buckets=True, marks=8, kept=lambda: 0
+    ),  # its buckets are made again late
     "unused": Case(with_unused, buckets=True, marks=8),
     "compressed": Case(compressed, buckets=True),
     "low rank": Case(low_rank, buckets=True, kept=kept_by_hook),
@@ -249,7 +256,9 @@ def on_rank(rank: int, ranks: int, names: Sequence[str], directory: str) -> None
         (1, ("one rank",)),
         (2, ("compiled",)),
         pytest.param(
-            2, ("bfloat16", "replicate", "gradients in buckets", "tensors"), marks=pytest.mark.exhaustive
+            2,
+            ("static graph", "bfloat16", "replicate", "gradients in buckets", "tensors"),
+            marks=pytest.mark.exhaustive,
         ),
         (4, ("replicas of shards", "shards of tensors")),
         pytest.param(8, ("replicas of shards of tensors",), marks=pytest.mark.exhaustive),
