@@ -302,15 +302,20 @@ class _Alternatives:
 
     def _with_optimizers(self) -> Iterator[_Tried]:
         """Yield what a fused and an 8-bit Adam reach with the smallest plan; both are tried on the recording."""
-        profile = self.profile
+        profile, basis = self.profile, self.asked.basis
         # The alternatives are variants of Adam.
         own = profile.fingerprint.setup.optimizer or ""
         if profile.is_of_a_rank or not own.startswith("Adam") or not is_replaceable(profile):
             return
         # On a CPU the 8-bit one would import bitsandbytes, which warns of kernels of its own.
         for name in ("adamw-fused", *(["adamw-8bit"] if profile.spec.kind == "cuda" else [])):
-            step = with_other_optimizer(profile, BY_NAME[name].make)
-            yield BY_NAME[name].says, step.footprint(self.search.smallest.decisions).peak_bytes, None
+            program = with_other_optimizer(profile, BY_NAME[name].make).program
+            recorded, known = replace(basis.recorded, program=program), self.search.smallest.decisions
+            # Where the optimizer's step made the peak, nothing has looked for less in the other passes so far.
+            search = PlanSearch(replace(basis, recorded=recorded))
+            search.tried[frozenset(known)] = Candidate(recorded, known, "feasible")
+            search.minimise(self.asked.solvers, self.budget_bytes)
+            yield BY_NAME[name].says, search.smallest.footprint.peak_bytes, None
 
 
 # --- plans that do not fit the device ----------------------------------------------------------------------

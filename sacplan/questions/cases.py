@@ -255,7 +255,8 @@ class Case:
             same_as=None if same == way else same.name, host_bytes=host_bytes,
             host_room_bytes=self.host_room_bytes, plan=self._plan(way, found) if fits else None, **self.fields,
         )  # fmt: skip
-        is_known(f"{row.name}: {row.memory}, {'fits' if fits else f'does not fit, by {row.over}'}")
+        if row.same_as is None:
+            is_known(f"{row.name}: {row.memory}, {'fits' if fits else f'does not fit, by {row.over}'}")
         return row
 
     def needs(self, row: FitRow) -> int:

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 from sacplan.core.arguments import checked
 from sacplan.core.budget import format_bytes, format_difference, parse_budget
 from sacplan.core.derived import derived
-from sacplan.core.progress import begins, is_known
+from sacplan.core.progress import begins
 from sacplan.core.setup import Routing
 from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, devices, resolve_device
 from sacplan.device.outside_allocator import outside_allocator
@@ -230,7 +230,6 @@ class Sweep(Asked):
         verdict = self._verdict(name, rows)
         if not sizes:
             return verdict
-        is_known(verdict.sentence)
         competing = verdict.competing
         return self._verdict(name, [with_sizes(row) if row in competing else row for row in rows])
 
