@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import product
 
 import sacplan
@@ -23,10 +24,13 @@ from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.results import GIB, Row
 from benchmarks.harness.table import PageTable, markdown_table
 from sacplan.cli.targets import load_target
+from sacplan.core.decisions import Decision
+from sacplan.core.program import Program
 from sacplan.integrations.hf.target import ModelOptions
 from sacplan.planning.candidate import Candidate
 from sacplan.planning.request import Request
 from sacplan.techniques.base.regions import Option, Region
+from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.registry import TECHNIQUES as ALL
 from sacplan.techniques.registry import regions, rewritten
 
@@ -68,20 +72,41 @@ def row_of(model: str, device: str) -> Row:
     }
 
 
-def ways_by_hand(profile: sacplan.Profile) -> list[Row]:
-    """Return all ways to swap N blocks, each with its time and its peak."""
+@dataclass(frozen=True)
+class Swapped:
+    """A step with every block checkpointed, of which some keep their frozen weights on the host."""
+
+    step: PlanStep
+    checkpointed: tuple[Decision, ...]
+    program: Program
+    blocks: list[Region]
+
+    def with_weights_of(self, blocks: Iterable[Region], *, ahead: bool) -> Candidate:
+        """Return the step with the weights of these blocks on the host."""
+        taken = [(block, _all_weights(block, ahead=ahead)) for block in blocks]
+        weights = ALL["offload"].decisions(self.program, taken)
+        return Candidate(self.step, (*self.checkpointed, *weights), "feasible")
+
+
+def swapped(profile: sacplan.Profile) -> Swapped:
+    """Return the step whose blocks can be swapped by hand."""
     step = Request(techniques=TECHNIQUES).planner(profile).basis.recorded
     checkpointed = sacplan.policy("full", profile=profile).decisions
     program = rewritten(step.program, checkpointed, step.device)
     found = regions(step, 1, TECHNIQUES)
     blocks = [region for region in found if not region.members and "blocks." in region.unit]
+    return Swapped(step, checkpointed, program, blocks)
+
+
+def ways_by_hand(profile: sacplan.Profile) -> list[Row]:
+    """Return all ways to swap N blocks, each with its time and its peak."""
+    by_hand = swapped(profile)
+    blocks = by_hand.blocks
     rows: list[Row] = []
     for n, ahead in product(range(len(blocks) + 1), (True, False)):
         even = [blocks[i * len(blocks) // n] for i in range(n)]
         for which, chosen in {"first": blocks[:n], "last": blocks[len(blocks) - n :], "even": even}.items():
-            taken = [(block, _all_weights(block, ahead=ahead)) for block in chosen]
-            weights = ALL["offload"].decisions(program, taken)
-            one = Candidate(step, (*checkpointed, *weights), "feasible")
+            one = by_hand.with_weights_of(chosen, ahead=ahead)
             about = {"blocks": n, "of": len(blocks), "which": which, "ahead": ahead}
             rows.append(about | {"longer_ms": one.cost, "peak_bytes": one.footprint.peak_bytes})
     return rows

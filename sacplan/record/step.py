@@ -18,6 +18,7 @@ from sacplan.errors import PlanError, TraceError
 from sacplan.record.gradient_hooks import optimizers_in_backward
 from sacplan.record.largest_step import before_largest_step, update
 from sacplan.record.longest import LongestBatch, is_loader
+from sacplan.record.state import reachable
 from sacplan.record.user_code import tensors_in_caches
 from sacplan.torch_compat.private import is_plain
 
@@ -287,11 +288,10 @@ def _as_tree(batch: Any) -> Any:
 def cached_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     """Return tensors that outlive the step as buffers do, but are not registered.
 
-    They are attributes of modules, alone or in a container, or lie in ``functools`` caches of the modules' code.
+    They are attributes of modules, of what these hold (such as the scales of 4-bit weights), or lie in ``functools``
+    caches of the modules' code.
     """
-    registered = ("_parameters", "_buffers", "_modules")
-    attributes = ({k: v for k, v in vars(m).items() if k not in registered} for m in model.modules())
-    found = [t for t in tree_leaves(list(attributes)) if isinstance(t, torch.Tensor)]
+    found = (t for t in reachable(model) if isinstance(t, torch.Tensor))
     return [t for t in (*found, *tensors_in_caches(model)) if is_plain(t)]
 
 

@@ -148,6 +148,17 @@ def test_offloading() -> None:
         assert row["by_hand"] is None or row["longer_ms"] < row["by_hand"]["longer_ms"]
 
 
+def test_published_peaks_of_swapped_blocks() -> None:
+    """What a card holds beyond the sum of tensors, CUDA's context among it, is less than 3 GiB, and more than none."""
+    rows = _rows("published_swaps")
+    said = " ".join((DOCS / "offload.md").read_text(encoding="utf-8").split())
+    gib = [f"{row['peak_bytes'] / GIB:.1f}" for row in rows]
+    assert f"predicted are {', '.join(gib[:3])} and {gib[3]} GiB" in said
+    assert f"predicted are {', '.join(gib[4:6])} and {gib[6]} GiB" in said
+    beyond = [row["published_gb"] - row["peak_bytes"] / GIB for row in rows]
+    assert all(0 < more < 3 for more in beyond)
+
+
 def test_published_figures() -> None:
     errors = {row["id"]: abs(row["error"]) for row in published.read_page_rows()[0] if "error" in row}
     tune = [f"tune-3b-+_{what}" for what in ("compile", "chunked_CE")]

@@ -113,9 +113,9 @@ def in_4_bits(storage: torch.dtype) -> Callable[[], nn.Module]:
 
 
 def scales_bytes(model: nn.Module) -> int:
-    """Return the bytes of the scales beside 4-bit weights, which are neither parameters nor buffers."""
+    """Return the bytes of scales and tables beside 4-bit weights, which are neither parameters nor buffers."""
     states = [layer.weight.quant_state for layer in model.modules() if type(layer).__name__ == "Linear4bit"]
-    scales = [(s.absmax, s.offset, s.state2.absmax, s.state2.code) for s in states]
+    scales = [(s.absmax, s.code, s.offset, s.state2.absmax, s.state2.code) for s in states]
     return sum(t.nbytes for tensors in scales for t in tensors)
 
 

@@ -71,9 +71,12 @@ def nf4(fan_in: int, fan_out: int) -> nn.Module:
 
 
 def quantized(model: nn.Module, kind: Callable[[int, int], nn.Module]) -> nn.Module:
-    """Return the model with layers of a kind in the place of all its linear layers, without their biases."""
-    for module in list(model.modules()):
-        for name, layer in module.named_children():
-            if type(layer) is nn.Linear:
-                setattr(module, name, kind(layer.in_features, layer.out_features))
+    """Return the model with layers of a kind in the place of its linear layers, without their biases.
+
+    Those whose type the model looks up when it runs stay, as in transformers and diffusers.
+    """
+    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    for fqn, layer in list(model.named_modules()):
+        if type(layer) is nn.Linear and not set(kept).intersection(fqn.split(".")):
+            model.set_submodule(fqn, kind(layer.in_features, layer.out_features))
     return model

@@ -8,8 +8,7 @@ its gradient there. And each use of it has to be one that the executor serves:
 - In the forward pass, one module call runs all ops that read it, and its module is called once: the executor brings the
   parameter when that call begins, and takes it away when it ends.
 - In the backward pass, only ops read it that autograd has unpacked it for, or that run again: it is brought back for
-  these. A custom function that keeps a parameter in an attribute of its own, as those of bitsandbytes do, holds the
-  memory on the device and asks for nothing, so such a parameter stays.
+  these, nodes of custom functions among them that keep it in an attribute of their own, as those of bitsandbytes do.
 """
 
 from __future__ import annotations
