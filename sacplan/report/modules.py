@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from sacplan.core.budget import format_bytes, format_difference
+from sacplan.core.decisions import Discarded
 from sacplan.core.elements import pattern_of
 from sacplan.core.names import OUTSIDE, module_of, pattern_over, short_op
-from sacplan.core.program import Event, Phase, Program
+from sacplan.core.program import ROOT_SCOPE, Event, Phase, Program
 from sacplan.planning.plan import Plan
 from sacplan.profiling.profile import Profile
 from sacplan.questions.alive import alive_at
 from sacplan.questions.planned import planned
+from sacplan.techniques.recompute.rewrite import discarded_ops, recompute_ops
 
 _NOBODY: frozenset[int] = frozenset()
 
@@ -51,6 +53,7 @@ class KeptAndDiscarded:
     Args:
         program: the step with the chunks of the plan, but without its recomputation.
         planned: the step with the whole plan.
+        discarded: call sites that the plan discards.
 
     Attributes:
         asked: storages that autograd asks for.
@@ -59,8 +62,9 @@ class KeptAndDiscarded:
         again: the ops that run a second time, one entry per run.
     """
 
-    def __init__(self, program: Program, planned: Program) -> None:
+    def __init__(self, program: Program, planned: Program, discarded: Discarded) -> None:
         self.program = program
+        self.ops_discarded = discarded_ops(program, discarded)
         self.footprint = planned.footprint
         self.again = self.footprint.again
         self._again = frozenset(self.again)
@@ -153,6 +157,14 @@ class KeptAndDiscarded:
         """Return whether a kept storage could be discarded, and whether that would free it."""
         op = self.program.ops[self.made[storage]]
         return op.recomputable and storage not in self.program.liveness.outlives_forward
+
+    def peak_with(self, ops: Collection[int]) -> int:
+        """Return the peak if the outputs of these ops were discarded as well, with the whole model as one unit."""
+        program = self.program
+        units = {i for i, scope in enumerate(program.scopes) if scope.parent == ROOT_SCOPE}
+        # The plan's own numbers of times win over 1.
+        discarded = dict.fromkeys(ops, 1) | self.ops_discarded
+        return program.with_(recompute_ops(program, discarded, units)).footprint.peak_bytes
 
     def _cost(self, ops: Collection[int], n_bytes: int) -> Cost:
         times = {op: self.program.ops[op].time_ms for op in ops}
@@ -249,7 +261,7 @@ class _Rows:
         program = self.program
         self.plan = plan
         self.at_peak = alive_at(with_plan, with_plan.footprint.peak_op)
-        self.state = state = KeptAndDiscarded(program, with_plan)
+        self.state = state = KeptAndDiscarded(program, with_plan, plan.discarded if plan else {})
         self.own = {scope.fqn: _Own() for scope in program.scopes}
         # Not ``program.ops``: ops that run in slices are listed there, but do not run.
         for code, i in program.events:
@@ -269,8 +281,11 @@ class _Rows:
             if own.discardable:
                 own.cost = state.cost_of_discarding(own.discardable)
         self.most_paid = max((o.paid.us_per_mib for o in self.own.values() if o.paid), default=None)
-        at_peak = (o for o in self.own.values() if not self.at_peak.isdisjoint(o.discardable))
-        self.cheapest = min((o.cost.us_per_mib for o in at_peak if o.cost), default=None)
+        self._peaks: dict[tuple[object, ...], int] = {}
+        costs = sorted((o.cost.us_per_mib, fqn) for fqn, o in self.own.items() if o.cost)
+        # In order of cost, and lazily: ``_lowers`` makes a program for each kind of module that it is asked
+        # about.
+        self.cheapest = next((cost for cost, fqn in costs if self._lowers(fqn)), None)
 
     def _sliced(self, profile: Profile) -> dict[str, int]:
         """Return by module the bytes that autograd would save of ops in slices. They never exist as a whole."""
@@ -285,6 +300,18 @@ class _Rows:
                 name = OUTSIDE if module is None else module
                 found[name] = found.get(name, 0) + n_bytes
         return found
+
+    def _lowers(self, module: str) -> bool:
+        """Return whether discarding what the module keeps would lower the peak, computed once for modules alike."""
+        own = self.own[module]
+        # Discarding frees nothing, or nothing that is alive at the peak: no need to try it.
+        if own.cost is None or self.at_peak.isdisjoint(own.discardable):
+            return False
+        # Equal layers have equal peaks: one program for all of them.
+        alike = (pattern_of(module), own.cost.n_bytes, len(own.cost.ops))
+        if alike not in self._peaks:
+            self._peaks[alike] = self.state.peak_with(own.cost.ops)
+        return self._peaks[alike] < self.state.footprint.peak_bytes
 
     def _of(self, op: int) -> _Own:
         module = module_of(self.program, op)
@@ -346,11 +373,14 @@ class _Rows:
             return f"could be discarded: {again} ({_us(own.cost.us_per_mib)} per MiB)"
         said = f"kept: {again}"
         # The plan discards nothing. The exits that follow go from the strongest reason to the weakest: not
-        # alive at the peak, costs more than what was discarded, and at last that the plan fits without it.
+        # alive at the peak, does not lower it, costs more than what was discarded, and at last that the plan
+        # fits without it.
         if self.most_paid is None:
             return f"{said}, and the step fits without"
         if self.at_peak.isdisjoint(own.discardable):
             return f"{said}, but not at the peak, where it is not alive"
+        if not self._lowers(module):
+            return f"{said}, but would not lower the peak"
         price = f"({_us(own.cost.us_per_mib)} per MiB; what is discarded costs {_us(self.most_paid)} at most)"
         if own.cost.us_per_mib * _CLOSE >= self.most_paid:
             return f"{said} {price}"

@@ -176,7 +176,7 @@ def test_kept_and_discarded_are_what_is_alive_when_the_backward_begins(case: Sim
 
 def test_costs_are_what_the_rewritten_step_takes(case: SimpleNamespace) -> None:
     program, plan = case.profile.program, case.plan
-    state = KeptAndDiscarded(program, recomputed(program, plan.discarded))
+    state = KeptAndDiscarded(program, recomputed(program, plan.discarded), plan.discarded)
     units = {i for i, scope in enumerate(program.scopes) if scope.parent == ROOT_SCOPE}
     base = dict(discarded_ops(program, plan.discarded))
 
