@@ -69,7 +69,8 @@ def active_device() -> DeviceSpec | None:
 make_fake_zeros_ordinary(lambda: active_device() is not None)
 
 
-def _active_cuda() -> DeviceSpec | None:
+def active_cuda() -> DeviceSpec | None:
+    """Return the GPU whose kernels are emulated in this thread; None outside, and where a CPU's are."""
     spec = active_device()
     return spec if spec is not None and spec.kind == "cuda" else None
 
@@ -84,7 +85,7 @@ def _is_cpu() -> bool:
 
 
 def _is_active() -> bool:
-    return _active_cuda() is not None
+    return active_cuda() is not None
 
 
 def _is_emulated(args: Any) -> bool:
@@ -101,7 +102,7 @@ def _is_fake(tensor: Any) -> bool:
 
 def _overridden(op: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        spec = _active_cuda()
+        spec = active_cuda()
         # Registered for the process: other threads, and real tensors in this one, keep torch's own kernel.
         if spec is None or not _is_fake(args[0]):
             return run_composite(op, *args, **kwargs)

@@ -208,8 +208,7 @@ class DataRules(KnownValues, Watching):
         # Schemas of collectives do not say what they write: parts of all ranks, into the first argument. Those that
         # write in place leave what is there, since all ranks are taken to have the same.
         if func.namespace == "c10d" and not func._opname.startswith(("allreduce", "broadcast")):
-            for t in tensors_in(args[:1]):
-                self._forget(t)
+            self._receive(func, args, kwargs, out)
         if traits.written_names:
             self._follow_write(func, traits, args, kwargs)
             return
@@ -251,6 +250,21 @@ class DataRules(KnownValues, Watching):
         for fake, value in zip(outputs, values, strict=True):
             if value is not UNKNOWN and any(fake is f for f in fresh):
                 self._attach(fake, value, rules)
+
+    def _receive(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Let the first argument of a collective hold what other ranks send by a rule; if there is none, forget it."""
+        with no_dispatch():
+            values, rule = assume[func](self, args, kwargs, out) if func in assume else (None, "")
+        for t in tensors_in(args[:1]):
+            target = self.value(t)
+            if values is None or target is None or target.shape != values[0].shape:
+                self._forget(t)
+                continue
+            with no_dispatch():
+                target.copy_(values[0])
+            self._known[storage_key(t.untyped_storage())].rules.update(
+                {rule: None}, **self.rules_of(args[1:2])
+            )
 
     def _decides(self, rules: dict[str, None], inputs: list[torch.Tensor]) -> bool:
         """Whether what comes of these is asked for as it is: no activation, and no number of an optimizer's own."""

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch.utils._mode_utils import no_dispatch
 
+from sacplan.device.kernels import active_cuda
 from sacplan.record.checks import outcome_that_passes
 from sacplan.record.fake_values import DESCRIPTIONS, NO_ANSWER, PARAMETERS, KnownValues, is_float
 from sacplan.torch_compat.ops import RuleTable, op_named, tensors_in
@@ -53,13 +54,14 @@ spread: RuleTable[Callable[..., None]] = RuleTable()
 # --- ops that ask for data ---------------------------------------------------------------------------
 
 
-# Ops that depend on data but do not have PyTorch's tags for it, and one whose fake kernel refuses what it should take.
+# Ops that depend on data but do not have PyTorch's tags for it, and two whose fake kernels refuse what they should take.
 _UNTAGGED = (
     aten.equal.default,
     aten.allclose.default,
     aten._ctc_loss.Tensor,
     aten._ctc_loss.default,
     aten._grouped_mm.default,
+    aten.histc.default,
 )
 
 
@@ -191,6 +193,17 @@ def _grouped_mm(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
         return torch.empty_strided(out.shape, out.stride(), dtype=kwargs.get("out_dtype") or args[0].dtype)
 
 
+@answer(aten.histc.default)
+def _histc(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
+    """Count integers, as routers do with the experts chosen: CUDA takes them, kernels of a CPU refuse them."""
+    if args[0].dtype.is_floating_point or active_cuda() is None:
+        return NO_ANSWER
+    counts, bins = values.value(args[0]), _argument(args, kwargs, 1, "bins", 100)
+    with no_dispatch():
+        counts = None if counts is None else func(counts.double(), *args[1:], **kwargs).to(args[0].dtype)
+    return values.as_fake_like(torch.Size([bins]), (1,), args[0].dtype, counts, values.rules_of(args[:1]))
+
+
 # --- ops whose result gets a value by a rule ------------------------------------------------------------
 # Each: (values, args, kwargs, fake result) -> (real values in the result's order, name of the rule), with no mode on.
 
@@ -297,13 +310,20 @@ def _decide_sort(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple
     return (UNKNOWN, same_indices(tuple(out[1].shape), dim, _size(args[0], dim))), "in order"
 
 
-@assume(*filter(None, [op_named("_c10d_functional.all_to_all_single.default")]))
+@assume(
+    *filter(
+        None, map(op_named, ("_c10d_functional.all_to_all_single.default", "c10d.alltoall_base_.default"))
+    )
+)
 def _decide_exchanged(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     """Let each rank send to this one what this one sends to itself: counts of tokens, before the tokens."""
-    sent, ranks = values.value(args[0]), ranks_of_group(args[3])
+    # An op in place is first told where to write.
+    in_place = isinstance(args[1], torch.Tensor)
+    sent, group, sizes = (args[1], args[2], args[4]) if in_place else (args[0], args[3], args[2])
+    sent, ranks = values.value(sent), ranks_of_group(group)
     if sent is None or ranks is None:
         return None, ""
-    own = sent.split(args[2])[ranks.index(torch.distributed.get_rank())]
+    own = sent.split(sizes or len(sent) // len(ranks))[ranks.index(torch.distributed.get_rank())]
     return (torch.cat([own] * len(ranks)),), "alike ranks"
 
 
@@ -355,7 +375,7 @@ def _decide_filled(
     if not values.follows(out):  # no memory is taken for what would be forgotten
         return None, ""
     value = _argument(args, kwargs, position, "fill_value", None) if fill is None else fill
-    if fill == 0:
+    if fill == 0 and out.numel():  # no bytes cannot be seen as another type
         # The system gives this memory where it is touched: most is written before, with what is not known.
         memory = torch.from_numpy(np.zeros(out.numel() * out.element_size(), np.uint8))
         return (memory.view(out.dtype).view(out.shape),), ""
