@@ -54,7 +54,7 @@ spread: RuleTable[Callable[..., None]] = RuleTable()
 # --- ops that ask for data ---------------------------------------------------------------------------
 
 
-# Ops that depend on data but do not have PyTorch's tags for it, and two whose fake kernels refuse what they should take.
+# Ops that depend on data but do not have PyTorch's tags for it, and two whose fake kernels refuse what kernels take.
 _UNTAGGED = (
     aten.equal.default,
     aten.allclose.default,

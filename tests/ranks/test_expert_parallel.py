@@ -104,7 +104,7 @@ def test_routers_count_integers_on_a_gpu() -> None:
         profile = sacplan.profile(model("style", "cuda"), batch, mean_square, OPTIMIZER)
     counted = [op for op in profile.program.ops if op.name == "aten.histc.default"]
     assert [profile.program.tensors[t].dtype for op in counted for t in op.inputs] == ["int64"]
-    with pytest.raises(RuntimeError, match="not implemented for 'torch.int64'"):
+    with pytest.raises(RuntimeError, match="not implemented for"):
         sacplan.profile(
             TitanMoE(EXPERTS, DIM, float_counts=False), batch, mean_square, OPTIMIZER, device="cpu"
         )
