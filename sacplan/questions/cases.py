@@ -307,6 +307,11 @@ class Case:
         if row.fits and 1 < axis.asked == axis.limit:
             return axis.asked
         made = [self.smallest(self._ways[row.way]), self.smallest(AS_IT_IS)]
+        # A step of n samples takes at most n times as much as one of a single sample, which so does not fit.
+        if axis.name == "batch" and all(
+            self._measure(one).peak_bytes > axis.asked * self.room.n_bytes for one in made
+        ):
+            return 0
         # The step as it is counts for every way. Its row comes first.
         known = min(max(self._sizes.get(axis.name, 0), axis.asked if row.fits else 0), axis.limit)
         if self.step.runs_compiled:
