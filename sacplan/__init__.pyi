@@ -20,7 +20,7 @@ from .device.kernel_rates import KernelRates
 from .device.kernels import fake_device
 from .distributed.ranks.ranks import DDP, FSDP2
 from .distributed.sharding.listing import Strategies, Strategy, strategies
-from .distributed.sharding.process_groups import ranks
+from .distributed.sharding.process_groups import largest_rank, ranks
 from .distributed.sharding.replicated import Replicated
 from .errors import (
     InfeasibleBudget,
@@ -114,6 +114,7 @@ __all__ = [
     "frontier",
     "get_optimal_checkpointing_policy_per_module",
     "get_peak_memory_runtime_baseline",
+    "largest_rank",
     "layouts",
     "max_batch",
     "parse_module_info",

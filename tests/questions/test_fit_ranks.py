@@ -138,6 +138,23 @@ def test_the_largest_batch_is_that_of_a_rank(spread: str, budget: str) -> None:
     )
 
 
+def test_no_other_batch_is_recorded_where_one_sample_cannot_fit() -> None:
+    """Sixteen samples take at most sixteen times what one takes: that is over the limit, with any plan."""
+    made = list[int]()
+
+    def batch(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made.append(n)
+        return tokens(n, 2048, 512)
+
+    one = batch(1)
+    rank = sacplan.profile(model(), one, cross_entropy, torch.optim.AdamW, DEVICE, ranks=sacplan.DDP(2))
+    budget = f"{sacplan.plan(rank, 'smallest').peak_bytes // 2}B"
+    made.clear()
+    verdict = sacplan.fit(model(), batch, f"2x{DEVICE}", cross_entropy, "adamw", budget, batch=16)
+    assert {row.largest_batch for row in verdict.rows} == {0}
+    assert set(made) == {16, 32}  # a mesh of two gets the batch of both
+
+
 def test_the_largest_batch_of_a_mesh_is_that_of_a_device() -> None:
     n, limit = row_on_mesh().largest_batch, parse_budget(WIDE, 0)
     assert n

@@ -140,7 +140,7 @@ def largest_rank(
     Raises:
         PlanError: there is a process group already, no such rank, or none to record.
     """
-    found = dict[int, Profile]()
+    found: dict[int, Profile] = {}
     for rank in range(world_size) if among is None else among:
         with ranks(world_size, rank, device):
             found[rank] = profile_rank(rank)
