@@ -20,7 +20,7 @@ from .device.kernel_rates import KernelRates
 from .device.kernels import fake_device
 from .distributed.ranks.ranks import DDP, FSDP2
 from .distributed.sharding.listing import Strategies, Strategy, strategies
-from .distributed.sharding.process_groups import largest_rank, ranks
+from .distributed.sharding.process_groups import ranks
 from .distributed.sharding.replicated import Replicated
 from .errors import (
     InfeasibleBudget,
@@ -34,7 +34,7 @@ from .planning.planning import plan
 from .planning.policies import policy
 from .planning.value import UnitPlan
 from .profiling.profile import Profile
-from .profiling.tracing import profile
+from .profiling.tracing import largest_rank, profile
 from .questions.batch_sizes import CapacityPoint
 from .questions.capacity import Capacity, max_batch, throughput
 from .questions.certificate import BatchAt, Certificate, ShapePlan, WholeRun

@@ -6,10 +6,9 @@ The latter is the private ``"fake"`` backend of ``torch.testing._internal.distri
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,9 +20,6 @@ from sacplan.errors import PlanError
 from sacplan.torch_compat.distributed_modules import on_one_rank
 from sacplan.torch_compat.local_tensors import forget_meshes
 from sacplan.torch_compat.versions import torch_names
-
-if TYPE_CHECKING:
-    from sacplan.profiling.profile import Profile
 
 
 def is_running() -> bool:
@@ -118,35 +114,6 @@ def ranks(
             os.environ.pop(name)
         os.environ.update({name: before[name] for name in launched if name in before})
         device_around.reset(token)
-
-
-def largest_rank(
-    world_size: int,
-    profile_rank: Callable[[int], Profile],
-    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
-    among: Iterable[int] | None = None,
-) -> tuple[int, Profile]:
-    """Return the rank whose step has the largest peak, and its profile: what each device must have.
-
-        rank, profile = sacplan.largest_rank(8, stage_of_rank, "h100", among=(0, 4))
-
-    Args:
-        world_size: the number of all ranks.
-        profile_rank: profiles the step of the rank of this number; called inside ``sacplan.ranks``.
-        device: what a rank runs on.
-        among: the ranks to record, if others are like one of these: of each stage of a pipeline the first. Of the
-            shards that ``fully_shard`` makes, those of rank 0 are the largest. Default: all.
-
-    Raises:
-        PlanError: there is a process group already, no such rank, or none to record.
-    """
-    found: dict[int, Profile] = {}
-    for rank in range(world_size) if among is None else among:
-        with ranks(world_size, rank, device):
-            found[rank] = profile_rank(rank)
-    if not found:
-        raise PlanError("among names no rank; give at least one, or leave it out for all.")
-    return max(found.items(), key=lambda one: one[1].peak_bytes)
 
 
 @contextmanager
