@@ -562,12 +562,14 @@ def largest_rank(
             shards that ``fully_shard`` makes, those of rank 0 are the largest. Default: all.
 
     Raises:
-        PlanError: there is a process group already, no such rank, or none to record.
+        PlanError: there is a process group already, no such rank, none to record, or no profile returned.
     """
     found: dict[int, Profile] = {}
     for rank in range(world_size) if among is None else among:
         with ranks(world_size, rank, device):
             found[rank] = profile_rank(rank)
-    if not found:
-        raise PlanError("among names no rank; give at least one, or leave it out for all.")
+    if not found or not all(isinstance(one, Profile) for one in found.values()):
+        raise PlanError(
+            "profile_rank must return what sacplan.profile returns, and among name a rank or more."
+        )
     return max(found.items(), key=lambda one: one[1].peak_bytes)

@@ -108,7 +108,7 @@ def test_the_largest_rank_is_looked_for() -> None:
     assert (rank, recorded) == (2, [0, 1, 2, 3])
     assert profile.peak_bytes > sacplan.largest_rank(4, profile_rank, "cpu", among=(0, 1))[1].peak_bytes
     assert recorded[4:] == [0, 1]
-    with pytest.raises(sacplan.errors.PlanError, match="names no rank"):
+    with pytest.raises(sacplan.errors.PlanError, match="among name a rank"):
         sacplan.largest_rank(4, profile_rank, "cpu", among=())
     assert not dist.is_initialized()
 
