@@ -469,7 +469,7 @@ def main() -> None:
     rows: list[Row] = []
 
     def write() -> None:
-        more = {"first_seed": arguments.seed, "total": dict(total), "refused": dict(refused)}
+        more = {"first_seed": arguments.seed, "frozen": arguments.frozen, "total": total, "refused": refused}
         write_results(arguments.json, rows, **more)
 
     for seed in range(arguments.seed, arguments.seed + arguments.programs):

@@ -66,7 +66,6 @@ def row_of(model: str, device: str) -> Row:
         "budget_bytes": plan.budget_bytes,
         "peak_bytes": plan.peak_bytes,
         "longer_ms": plan.recompute_ms + plan.added_ms,
-        "recompute_ms": plan.recompute_ms,
         "host_bytes": plan.host_bytes,
         "by_hand": best_within(ways_by_hand(profile), plan.budget_bytes),
     }

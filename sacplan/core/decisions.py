@@ -190,8 +190,10 @@ class OffloadWeight(AnyDecision, frozen=True, kw_only=True, tag="offload-weight"
     Attributes:
         unit: fqn of the module in which what autograd saves is seen; it is around ``module``, or the same.
         parameter: fqn of the parameter.
-        module: fqn of the innermost module that runs all ops of the forward pass that read the parameter.
-        begin: fqn of the module whose call begins the copy for the forward pass: ``module``, or one that runs before.
+        module: fqn of the module whose call uses the parameter: the last one, if it is tied.
+        begin: fqn of the module whose call begins the copy for the forward pass: ``around``, or one that runs before.
+        around: fqn of the innermost module that runs all ops of the forward pass that read the parameter: from the
+            beginning of its call on the parameter is on the device.
         fetch: the copy for the backward pass begins when autograd first asks for this tensor. None: when the parameter
             itself is needed.
         trained: whether it may be trained, by an optimizer that updates it on the host and keeps its gradient there.
@@ -201,6 +203,7 @@ class OffloadWeight(AnyDecision, frozen=True, kw_only=True, tag="offload-weight"
     parameter: Name
     module: str
     begin: str
+    around: str
     fetch: SeenTensor | None = None
     trained: bool = False
 

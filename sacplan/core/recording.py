@@ -38,8 +38,9 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
             was too small, ``UntypedStorage.resize_``).
         streams: for storages that are allocated on another stream than the default one, its number from 1 on.
         gathering: modules on which ``fully_shard`` was called, and that gather parameters.
-        fixed: storage of a parameter that no op of the device changes to its name, if it has one name and a storage to
-            itself: it is frozen, or an optimizer updates it on the host and keeps its gradient there.
+        fixed: storage of a parameter that no op of the device changes to its first name, if it fills the storage, and
+            no other parameter or buffer is on it: it is frozen, or an optimizer updates it on the host and keeps its
+            gradient there.
     """
 
     storage_bytes: tuple[Count, ...]

@@ -77,11 +77,9 @@ class TrainingState:
 
     def track_model(self, model: torch.nn.Module) -> None:
         """Count parameters, buffers and gradients."""
-        for name, p in model.named_parameters(remove_duplicate=False):
+        # A tied parameter goes by its first name. Of two parameters on one memory, each has a name.
+        for name, p in model.named_parameters():
             self.storages.name_fixed(p, name, alone=not p.requires_grad or id(p) in self.stepped_on_host)
-        for name, b in model.named_buffers(remove_duplicate=False):
-            self.storages.name_fixed(b, name, alone=False)
-        for p in model.parameters():
             self.storages.track(p, StorageKind.PARAMETER)
             # Kept, so that no other tensor gets its identity.
             self._parameters[id(p)] = p
@@ -89,7 +87,8 @@ class TrainingState:
                 self.storages.track(p.grad, StorageKind.GRADIENT)
         for part in (t for p in offloaded_parameters(model) if self.on_gpu for t in parts_on_host(p)):
             self.storages.leave_on_host(part, shard=True)
-        for b in model.buffers():
+        for name, b in model.named_buffers():
+            self.storages.name_fixed(b, name, alone=False)
             self.storages.track(b, StorageKind.BUFFER)
         for t in gathered_parameters(model):
             self.storages.track(t, StorageKind.PARAMETER)

@@ -24,8 +24,8 @@ from tests.support.steps import mean_square
 from tests.zoo.layers import FromFunction
 
 WERE_OFF = (50, 325, 777, 891, 910, 1021, 1049, 1096, 1179, 1302, 1336, 1352, 1927, 1932, 7183)
-"""Further programs whose peaks were off: all that ``offload_programs.json`` lists of the first 2,000 but 1589, which
-draws no copy any more."""
+"""Further programs whose peaks were off: all that an early run of the first 2,000 listed but 1589, which draws no
+copy any more."""
 
 
 @fuzz(6)

@@ -68,12 +68,14 @@ class Visit(NamedTuple):
     Attributes:
         storage: that of the parameter.
         begin: the module call at whose beginning the copy for the forward pass begins.
-        call: the module call during which the parameter is on the device.
+        around: the module call with whose beginning the parameter is on the device.
+        call: the module call at whose end it leaves: the same, or the last one inside that uses it.
         fetch: the event before which the copy for the backward pass begins; -1: when it is needed.
     """
 
     storage: int
     begin: int
+    around: int
     call: int
     fetch: int
 
@@ -154,7 +156,12 @@ def behind(program: Program, op: int) -> int:
 
 
 class _Journey:
-    """Follows the events of one storage, and writes those that take their place."""
+    """Follows the events of one storage, and writes those that take their place.
+
+    ``frees_host``: whether the memory on the host is free when the value is back.
+    """
+
+    frees_host = True
 
     def __init__(
         self, program: Program, draft: PatchBuilder, move: Any, host_bytes: Callable[[int], int]
@@ -195,8 +202,10 @@ class _Journey:
                 before = self._fetch_first(position, before)
             for code, arg in before:
                 self._step(position, code, arg, inside=begin < position < end)
+            # Nobody has a handle on it when the call is over.
             if position == end and self.host >= 0 and not self.held and not self.gone:
-                self._drop(position)
+                self._wait_out(position)
+                self._end()
             if position == sent:
                 self._send(position)
             if position == let_go:
@@ -205,28 +214,25 @@ class _Journey:
 
     def _fetch_first(self, position: int, before: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
         """Begin the copy back before the event of its place, behind those of earlier moves; return what is left."""
-        begun = self._begun(before)
+        begun = self._begun(before, TO_DEVICE)
         self.out += before[:begun]
         self._fetch(position)
         return before[begun:]
 
     def _events_at(self, position: int) -> Sequence[tuple[int, int]]:
-        return self.draft.events.get(position) or (
-            (self.program.events[position],) if position not in self.draft.events else ()
-        )
+        events = self.draft.events
+        return events[position] if position in events else (self.program.events[position],)
 
     def _put(self, position: int, was: Sequence[tuple[int, int]]) -> None:
         # Places where nothing changes stay out of the patch.
         if tuple(self.out) != tuple(was):
             self.draft.events[position] = tuple(self.out)
 
-    def _begun(self, events: Sequence[tuple[int, int]]) -> int:
-        """Return how many copies back begin before the event of a place."""
+    def _begun(self, events: Sequence[tuple[int, int]], name: str) -> int:
+        """Return how many copies, by the name of their op, begin before the first other event."""
         ops = self.draft.ops
-        return next(
-            (i for i, (code, arg) in enumerate(events) if code != _OP or ops[arg].name != TO_DEVICE),
-            len(events),
-        )
+        others = (i for i, (code, arg) in enumerate(events) if code != _OP or ops[arg].name != name)
+        return next(others, len(events))
 
     def _step(self, position: int, code: int, arg: int, *, inside: bool) -> None:
         handles, storage = self.draft.handle_storages, self.move.storage
@@ -292,23 +298,13 @@ class _Journey:
         if self.host < 0 or not self.held:
             return  # nobody holds it any more
         # At one op memory is let go of first, and copies out begin behind it.
-        begun = 0
-        while begun < len(self.out) and self._begins_out(*self.out[-1 - begun]):
-            begun += 1
+        begun = self._begun(self.out[::-1], TO_HOST)
         waiting = self.out[len(self.out) - begun :]
         del self.out[len(self.out) - begun :]
         self._wait_out(position)
         self.out += [(_RELEASE, handle) for handle in self.held]
         self.out += waiting
         self.gone, self.held = self.held, {}
-
-    def _begins_out(self, code: int, arg: int) -> bool:
-        return code == _OP and self.draft.ops[arg].name == TO_HOST
-
-    def _drop(self, position: int) -> None:
-        """Give up a copy for which nobody has a handle when the call is over."""
-        self._wait_out(position)
-        self._end()
 
     def _wait_out(self, position: int) -> None:
         """Have computation wait for the copy out, unless it did."""
@@ -330,16 +326,18 @@ class _Journey:
         self.needed = True
         self._fetch(position)
         self._run(position, WAIT_BACK, (self.copy,), ())
-        self.out.append((_FREE, self.host))
+        if self.frees_host:
+            self.out.append((_FREE, self.host))
 
     def _end(self) -> None:
         """Free the copies, when nobody can ask for the value any more."""
         if self.copy >= 0:
             self.out.append((_FREE, self.copy))
-        # Whoever needed the value has freed the memory on the host.
-        if not self.needed:
-            self.out.append((_FREE, self.host))
-        self.host = -1
+        if self.frees_host:
+            # Whoever needed the value has freed the memory on the host.
+            if not self.needed:
+                self.out.append((_FREE, self.host))
+            self.host = -1
 
     def _run(self, position: int, name: str, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
         phase, scope = self._where(position)
@@ -364,6 +362,7 @@ class _Visits(_Journey):
     """
 
     move: Visit
+    frees_host = False
 
     def write(self, concerned: Sequence[int]) -> None:
         program, move, draft = self.program, self.move, self.draft
@@ -373,7 +372,7 @@ class _Visits(_Journey):
         draft.storage_bytes[move.storage] = self.host_bytes(n_bytes)
         self.host = move.storage
         first = draft.new_storage(n_bytes, kind)
-        begin, enter = liveness.entered[move.begin], liveness.entered[move.call]
+        begin, enter = liveness.entered[move.begin], liveness.entered[move.around]
         leave = liveness.exited[move.call]
         positions = {begin, enter, leave, *liveness.events_of[move.storage], *concerned}
         positions.update((move.fetch,) if move.fetch >= 0 else ())
@@ -389,7 +388,7 @@ class _Visits(_Journey):
             # All copies that begin with a call begin before it waits for its own.
             if position == begin:
                 at = self.out.index((_ENTER, move.begin)) + 1
-                at += self._begun(self.out[at:])
+                at += self._begun(self.out[at:], TO_DEVICE)
                 waiting, self.out = self.out, self.out[:at]
                 self._run(position, TO_DEVICE, (self.host,), (first,))
                 self.out += waiting[at:]
@@ -398,17 +397,7 @@ class _Visits(_Journey):
             self._put(position, was)
 
     def _step(self, position: int, code: int, arg: int, *, inside: bool) -> None:
-        if code == _PACK and self.draft.handle_storages[arg] == self.host:
+        if code == _PACK and self.draft.handle_storages[arg] == self.move.storage:
             self.gone[arg] = None  # until the call ends, the first visit is there anyway
         else:
             super()._step(position, code, arg, inside=inside)
-
-    def _need(self, position: int) -> None:
-        if not self.needed:
-            self.needed = True
-            self._fetch(position)
-            self._run(position, WAIT_BACK, (self.copy,), ())
-
-    def _end(self) -> None:
-        if self.copy >= 0:
-            self.out.append((_FREE, self.copy))

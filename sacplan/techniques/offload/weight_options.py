@@ -55,7 +55,7 @@ class _Weights(Offloads):
         program, entered = self.program, self.liveness.entered
         pinned = self.step.pins.kept_ops
         by_unit: dict[str, list[int]] = defaultdict(list)
-        for s in sorted(self.homes, key=lambda s: (entered[self.homes[s].call], s)):
+        for s in sorted(self.homes, key=lambda s: (entered[self.homes[s].around], s)):
             unit = self._unit(s)
             if unit is not None and pinned.isdisjoint(program.readers.get(s, ())):
                 by_unit[unit].append(s)
@@ -95,23 +95,25 @@ class _Weights(Offloads):
     def _left(self, unit: str, chosen: Sequence[int], *, early: bool) -> Option:
         program, liveness = self.program, self.liveness
         copies = {s: copy_ms(self.spec, program.storage_bytes[s]) for s in chosen}
-        begin = self._begin(chosen, copies) if early else {s: self.homes[s].call for s in chosen}
+        begin = self._begin(chosen, copies) if early else {s: self.homes[s].around for s in chosen}
         asked = {s: self.homes[s].asked for s in chosen if self.homes[s].asked >= 0}
         ends = {s: program.scopes[self.homes[s].call].end_op for s in asked}
         fetch, late_back = (self._fetch if early else self._fetch_last)(asked, copies, ends)
         visits, anchors = [], []
         for s in chosen:
-            at = fetch.get(s)
-            visits.append(Visit(s, begin[s], self.homes[s].call, -1 if at is None else self._anchor_at[at]))
+            home, at = self.homes[s], fetch.get(s)
+            visits.append(
+                Visit(s, begin[s], home.around, home.call, -1 if at is None else self._anchor_at[at])
+            )
             anchors.append(None if at is None else self._anchor_op[at])
         needed_at = tuple(self.homes[s].asked for s in chosen)
         unit_of = {op: self.unit_of[op] for op in anchors if op is not None}
         total, again = sum(copies.values()), sum(copies[s] for s in asked)
         late = 0.0 if early else total
         begun = min(self._time_at(liveness.entered[v.begin]) for v in visits)
-        needed = max(self._time_at(liveness.entered[v.call]) for v in visits)
+        needed = max(self._time_at(liveness.entered[v.around]) for v in visits)
         positions = {liveness.entered[v.begin] for v in visits} | {v.fetch for v in visits if v.fetch >= 0}
-        positions |= {at for v in visits for at in (liveness.entered[v.call], liveness.exited[v.call])}
+        positions |= {at for v in visits for at in (liveness.entered[v.around], liveness.exited[v.call])}
         first = program.scopes[visits[0].call]
         return Option(
             cost=self.step.added_cost(round(late + late_back, ROUNDED) + TIE * (total + again)),
@@ -146,10 +148,10 @@ class _Weights(Offloads):
         entered, begins = self.liveness.entered, float("inf")
         # Backwards in time, as in ``_fetch``: a copy ends before its use, and before the next copy begins.
         for s in reversed(chosen):
-            own = entered[self.homes[s].call]
+            own = entered[self.homes[s].around]
             begins = min(self._time_at(own), begins) - copies[s]
-            at = bisect_right(self._enters, begins, key=lambda call: self._time_at(entered[call])) - 1
-            while at > 0 and entered[self._enters[at]] > own:
-                at -= 1
-            found[s] = self._enters[max(at, 0)]
+            at = bisect_right(self._enters, begins, key=lambda call: self._time_at(entered[call]))
+            # Of calls that begin at one time, some may be behind its own.
+            at = min(at, bisect_right(self._enters, own, key=entered.__getitem__))
+            found[s] = self._enters[max(at - 1, 0)]
         return found

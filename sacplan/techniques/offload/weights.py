@@ -6,7 +6,8 @@ A parameter may leave if the device never changes it: it is frozen, or its optim
 its gradient there. And each use of it has to be one that the executor serves:
 
 - In the forward pass, one module call runs all ops that read it, and its module is called once: the executor brings the
-  parameter when that call begins, and takes it away when it ends.
+  parameter when that call begins, and takes it away when it ends. A tied parameter goes when the last of its uses ends,
+  if that is the only one that autograd saves it for.
 - In the backward pass, only ops read it that autograd has unpacked it for, or that run again: it is brought back for
   these, nodes of custom functions among them that keep it in an attribute of their own, as those of bitsandbytes do.
 """
@@ -28,10 +29,12 @@ class Home(NamedTuple):
     """Where a parameter is used.
 
     Attributes:
-        call: the innermost module call that runs all ops of the forward pass that read it.
+        around: the innermost module call that runs all ops of the forward pass that read it.
+        call: the innermost one inside that runs those that autograd saves it for, and the last one.
         asked: the event at which the backward pass first asks for it; -1 if it does not.
     """
 
+    around: int
     call: int
     asked: int
 
@@ -50,11 +53,15 @@ def _home(program: Program, storage: int) -> Home | None:
     liveness = program.liveness
     readers, handles, instances = _uses(program)[storage]
     forward = [op for op in readers if program.ops[op].phase == Phase.FORWARD]
-    call = program.common_scope(program.ops[op].scope for op in forward)
+    saving = [op for op in map(program.handle_ops.__getitem__, handles) if op >= 0]
+    around, call = (
+        program.common_scope(program.ops[op].scope for op in ops)
+        for ops in ([*forward, *saving], [*forward[-1:], *saving])
+    )
     if (
         program.storage_kinds[storage] != StorageKind.PARAMETER
-        or call == ROOT_SCOPE
-        or program.calls.get(program.scopes[call].fqn) != (call,)
+        or ROOT_SCOPE in (around, call)
+        or any(program.calls.get(program.scopes[at].fqn) != (at,) for at in (around, call))
         or (storage in (written := last_writes(program)) and program.ops[written[storage]].name != FROM_HOST)
         or storage in program.gradients
         # The kernel of a GPU wants the weights of a recurrent layer in one piece of memory, of which each is a part.
@@ -76,12 +83,12 @@ def _home(program: Program, storage: int) -> Home | None:
     lent = [(liveness.unpacked[i], liveness.dropped[i]) for i in instances]
     for op in readers:
         at = int(liveness.op_events[op])
-        inside = program.ops[op].phase == Phase.FORWARD and begin < at < end
+        inside = program.ops[op].phase == Phase.FORWARD and liveness.entered[around] < at < end
         again = program.ops[op].recomputes >= 0 and at > end
         if not inside and not again and not any(start < at < stop for start, stop in lent):
             return None
     asked = min((start for start, _ in lent), default=-1)
-    return Home(call, asked) if asked < 0 or asked > end else None
+    return Home(around, call, asked) if asked < 0 or asked > end else None
 
 
 class _Uses(NamedTuple):
@@ -116,21 +123,22 @@ def visits_of(program: Program, decisions: Sequence[OffloadWeight]) -> list[Visi
     for one in decisions:
         storage = storages.get(one.parameter)
         home = None if storage is None else homes_of(program).get(storage)
-        if storage is None or home is None or program.scopes[home.call].fqn != one.module:
+        uses = None if home is None else (program.scopes[home.around].fqn, program.scopes[home.call].fqn)
+        if storage is None or home is None or uses != (one.around, one.module):
             raise PlanError(
                 f"the plan leaves parameter {one.parameter!r} on the host but for the call of module {one.module!r}, "
                 "and it is changed on the device, shared, or used elsewhere as well. Leave out this decision, or have "
                 "sacplan.plan make the plan."
             )
         calls = program.calls.get(one.begin, ())
-        if len(calls) != 1 or program.liveness.entered[calls[0]] > program.liveness.entered[home.call]:
+        if len(calls) != 1 or program.liveness.entered[calls[0]] > program.liveness.entered[home.around]:
             raise PlanError(
                 f"the copy of parameter {one.parameter!r} begins with the call of module {one.begin!r}, which does not "
-                f"run once before {one.module!r}. Have sacplan.plan make the plan."
+                f"run once before {one.around!r}. Have sacplan.plan make the plan."
             )
         # What is seen before the call has ended cannot know of the parameter.
         fetch = fetch_event(program, one.fetch, program.scopes[home.call].end_op)
-        found.append(Visit(storage, calls[0], home.call, fetch))
+        found.append(Visit(storage, calls[0], home.around, home.call, fetch))
     return found
 
 
@@ -146,12 +154,14 @@ def weight_decision(
         unit: the one in which what autograd saves of the parameter is seen.
     """
     home = homes_of(program).get(visit.storage)
-    if home is None or home.call != visit.call or program.liveness.entered[visit.begin] < 0:
+    same = home is not None and (home.around, home.call) == (visit.around, visit.call)
+    if not same or program.liveness.entered[visit.begin] < 0:
         return None
     return OffloadWeight(
         unit=unit,
         parameter=program.fixed[visit.storage],
         module=program.scopes[visit.call].fqn,
+        around=program.scopes[visit.around].fqn,
         trained=visit.storage in last_writes(program),
         begin=program.scopes[visit.begin].fqn,
         fetch=seen_weight(program, anchor, unit_of),

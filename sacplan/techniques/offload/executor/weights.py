@@ -47,20 +47,19 @@ class HostWeight:
     Args:
         module: the module that has it.
         name: its name there.
-        unit: in which what autograd saves is seen.
         number: that of the decision.
+        decision: which it carries out.
         board: knows what has been taken away in the forward pass that runs.
-        trained: whether it may be trained.
 
     Raises:
         PlanError: the memory of the parameter is not its own.
     """
 
     def __init__(
-        self, module: torch.nn.Module, name: str, unit: str, number: int, board: Board, *, trained: bool
+        self, module: torch.nn.Module, name: str, number: int, decision: OffloadWeight, board: Board
     ) -> None:
-        self._module, self._name, self._unit = module, name, unit
-        self._number, self._board, self._trained = number, board, trained
+        self._module, self._name, self._number, self._board = module, name, number, board
+        self._decision = decision
         parameter = module._parameters[name]
         if parameter is None or not _fills_storage(parameter):
             raise PlanError(
@@ -122,14 +121,15 @@ class HostWeight:
         """
         with _switching:
             self._inside += 1
-            if self._inside == 1:
+            # It may have left with the last of its uses, and be used once more.
+            if not self.is_there:
                 self._enter()
 
     def _enter(self) -> None:
         parameter = self._parameter
         if parameter is None:
             return
-        if parameter.requires_grad and not self._trained:
+        if parameter.requires_grad and not self._decision.trained:
             raise PlanError(
                 f"{self} is trained by now, and the plan leaves it on the host, never to be copied back. Freeze it, "
                 "requires_grad_(False); or remove the plan, and make one from a profile of the model as it is."
@@ -144,6 +144,11 @@ class HostWeight:
             parameter.data = _as(parameter, copy)
             self._there = weakref.ref(copy.untyped_storage())
 
+    @property
+    def is_there(self) -> bool:
+        """Whether a call has it on the device."""
+        return self._there() is not None
+
     def leave(self, nodes: Sequence[Any]) -> None:
         """Take the parameter away from the device, and have what is saved for the backward pass let go of it.
 
@@ -152,7 +157,8 @@ class HostWeight:
         """
         with _switching:
             self._inside -= 1
-            if not self._inside:
+            # The module around the last of its uses runs on without it.
+            if self._inside <= (self._decision.around != self._decision.module):
                 self._leave(nodes)
 
     def _leave(self, nodes: Sequence[Any]) -> None:
@@ -166,7 +172,7 @@ class HostWeight:
             parameter.data = _as(parameter, self._host)
             # What hooks around the unit hold stays where they have it.
             if saved is not None and saved.for_others:
-                self._board.note_hooks(self._unit)
+                self._board.note_hooks(self._decision.unit)
             elif saved is not None:
                 saved.stand = self.second(parameter._version)
                 for node in nodes:
@@ -308,7 +314,7 @@ class WeightForward(StandIn):
                 stack.callback(weight.leave, nodes)
                 weight.enter()
             out = self.call_original(*args, **kwargs)
-            nodes += custom_functions_since(number, out) if self.own else ()
+            nodes += custom_functions_since(number, out) if any(w.is_there for w in self.own) else ()
             return out
 
     def for_replica(self, replica: torch.nn.Module) -> StandIn:
@@ -344,18 +350,17 @@ class InstalledWeights(Installed):
                         f"the plan leaves parameter {one.parameter!r} on the host, which the model does not have, or "
                         "trains. Freeze it, requires_grad_(False); or profile the model as it is, and plan again."
                     )
-                if model.get_submodule(one.module)._forward_pre_hooks:
+                if model.get_submodule(one.around)._forward_pre_hooks:
                     raise PlanError(
-                        f"module {one.module!r} has a forward pre-hook, which would find parameters on the host, where "
+                        f"module {one.around!r} has a forward pre-hook, which would find parameters on the host, where "
                         "the plan leaves them. Take it off; or plan with other techniques than offload."
                     )
                 owner, _, name = one.parameter.rpartition(".")
-                weight = HostWeight(
-                    model.get_submodule(owner), name, one.unit, number, board, trained=one.trained
-                )
+                weight = HostWeight(model.get_submodule(owner), name, number, one, board)
                 self._weights.append(weight)
                 self._forward_of(model, one.begin).begins.append(weight)
-                self._forward_of(model, one.module).own.append(weight)
+                for fqn in dict.fromkeys((one.around, one.module)):
+                    self._forward_of(model, fqn).own.append(weight)
             if any(one.trained for one in weights.values()):
                 self._watched = register_optimizer_step_pre_hook(self._check_gradients)
         except Exception:
