@@ -13,6 +13,7 @@ from sacplan.core.fingerprint import FingerprintEntry
 from sacplan.core.program import Program
 from sacplan.core.setup import OWN_LOSS, SUM_OF_OUTPUTS, Setup
 from sacplan.device.devices import DeviceSpec
+from sacplan.torch_compat.triton_kernels import TRITON_KERNEL
 
 _STEPS_BYTES = 4  # a float32
 
@@ -83,6 +84,17 @@ def without_cudnn_workspaces(program: Program, spec: DeviceSpec) -> str:
     if all(dtype in ("bfloat16", "float16") for dtype in convolved):
         return "workspaces of cuDNN's convolutions are as measured on an H100; other GPUs and releases may take others"
     return "workspaces of cuDNN's convolutions in float32 count as 0: it does not publish their sizes"
+
+
+def triton_kernels(program: Program) -> tuple[str, ...]:
+    """Say what a plan does about the Triton kernels of a step; empty if there are none."""
+    count = sum(op.name == str(TRITON_KERNEL) for op in program.ops)
+    if not count:
+        return ()
+    return (
+        f"{count} launches of Triton kernels are left alone: what they read or write is kept, and a plan recomputes "
+        "around them; they take the time of reading and writing their tensors",
+    )
 
 
 def unfused_attention(program: Program, spec: DeviceSpec) -> str:
