@@ -86,15 +86,11 @@ def without_cudnn_workspaces(program: Program, spec: DeviceSpec) -> str:
     return "workspaces of cuDNN's convolutions in float32 count as 0: it does not publish their sizes"
 
 
-def triton_kernels(program: Program) -> tuple[str, ...]:
+def triton_kernels(program: Program) -> str:
     """Say what a plan does about the Triton kernels of a step; empty if there are none."""
     count = sum(op.name == str(TRITON_KERNEL) for op in program.ops)
-    if not count:
-        return ()
-    return (
-        f"{count} launches of Triton kernels are left alone: what they read or write is kept, and a plan recomputes "
-        "around them; they take the time of reading and writing their tensors",
-    )
+    said = "launches of Triton kernels are left alone: a plan keeps what they read or write, and recomputes around them"
+    return f"{count} {said}; they take the time of reading and writing their tensors" if count else ""
 
 
 def unfused_attention(program: Program, spec: DeviceSpec) -> str:

@@ -40,7 +40,7 @@ from sacplan.errors import (
 )
 from sacplan.profiling.optimizer_table import factory_of
 from sacplan.profiling.profile import Profile, Source
-from sacplan.profiling.remarks import loss_of_library, summed_outputs, triton_kernels, without_bfloat16
+from sacplan.profiling.remarks import loss_of_library, summed_outputs, without_bfloat16
 from sacplan.record.compiled import CompileModules, compilation_of, compile_step, dry_compiled
 from sacplan.record.fake_copy import FakeCopier
 from sacplan.record.fake_data import DataRules, data_rules
@@ -327,6 +327,7 @@ def trace_step(asked: StepRequest) -> Profile:
         _no_garbage_collection(),
         explained_limits(),
         as_written,
+        triton_kernels_seen(),
         _mesh_of(ranks) as mesh,
     ):
         # Made inside of these contexts, since a callable or a data set may draw random numbers for the batch.
@@ -342,8 +343,7 @@ def trace_step(asked: StepRequest) -> Profile:
         with _explained(ranks):
             traced = _with_hooks_or_without(run, resolved)
     _check_recorded(traced.program, asked.mode)
-    recorded = kept_at_limits(traced.program)
-    rules = (*traced.rules, *triton_kernels(recorded))
+    recorded, rules = kept_at_limits(traced.program), traced.rules
     if ranks == ONE_RANK and any(collective_named(op.name) for op in recorded.ops):
         rules = (*rules, this_rank())
     devices = max(ranks.devices, ranks_here())
@@ -419,7 +419,6 @@ def _run_fake(resolved: _Resolved, note: Callable[[FakeTensorMode], None]) -> _T
         fake_replicas(),
         without_neighbours(),
         fake_parameters(),
-        triton_kernels_seen(fake=True),
         contextlib.ExitStack() as running,
     ):
         # The copy is made inside of the mode, and from here on only the copy is used. A plan is applied to it, too.
@@ -471,11 +470,8 @@ def _trace_real(resolved: _Resolved) -> _Traced:
     # Made before the snapshot, which must know the optimizer to put its state back.
     made = each_optimizer(asked.optimizer, lambda one: optimizer_over(one, model))
     # What the loss function holds, and optimizers in hooks of parameters, may change in the step as well.
-    with (
-        preserved_state(
-            model, made, asked.batch, *held_by_function(resolved.loss_fn), *optimizers_in_backward(model)
-        ),
-        triton_kernels_seen(fake=False),
+    with preserved_state(
+        model, made, asked.batch, *held_by_function(resolved.loss_fn), *optimizers_in_backward(model)
     ):
         step = Step(model, asked.batch, resolved.loss_fn, made, asked.mode, asked.accumulation_steps)
         handle = asked.prepare(model) if asked.prepare is not None else None

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from sacplan.torch_compat.fake_tensors import FakeTensor
 from sacplan.torch_compat.private import replaced
 
 _LIBRARY = torch.library.Library("sacplan", "FRAGMENT")
@@ -34,23 +35,25 @@ TRITON_KERNEL = torch.ops.sacplan.triton_kernel_.default
 
 
 @contextmanager
-def triton_kernels_seen(*, fake: bool) -> Iterator[None]:
-    """Record each launch of a Triton kernel as an op; in a fake step the kernels do not run."""
+def triton_kernels_seen() -> Iterator[None]:
+    """Record each launch of a Triton kernel as an op; on fake tensors the kernel does not run."""
     with ExitStack() as stack:
         # A model whose code launches kernels has imported Triton. An ``Autotuner`` would time its candidates.
-        if jit := sys.modules.get("triton.runtime.jit"):
-            stack.enter_context(replaced(jit.JITFunction, run=_seen(None if fake else jit.JITFunction.run)))
-            if fake and (tuner := sys.modules.get("triton.runtime.autotuner")):
-                stack.enter_context(replaced(tuner.Autotuner, run=_seen(None)))
+        for name, kind in (("jit", "JITFunction"), ("autotuner", "Autotuner")):
+            if module := sys.modules.get(f"triton.runtime.{name}"):
+                owner = getattr(module, kind)
+                stack.enter_context(replaced(owner, run=_seen(owner.run)))
         yield
 
 
 def _seen(launch: Any) -> Any:
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        made = launch(kernel, *args, **kwargs) if launch is not None else None
+        tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+        is_fake = any(isinstance(t, FakeTensor) for t in tensors)
+        made = None if is_fake else launch(kernel, *args, **kwargs)
         # Autograd must not count the write: a kernel may only read what is saved for the backward pass.
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            TRITON_KERNEL([v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)])
+            TRITON_KERNEL(tensors)
         return made
 
     return run

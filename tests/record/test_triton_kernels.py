@@ -143,7 +143,7 @@ def test_what_a_kernel_writes_may_not_run_again(trace: Any) -> None:
 def test_a_profile_says_what_is_left_alone() -> None:
     net, x = model(), torch.randn(128, 32)
     profile = sacplan.profile(net, x, device="h100", loss_fn=lambda m, b: m(b).sum())
-    assert any("12 launches of Triton kernels" in rule for rule in profile.rules)
+    assert any("12 launches of Triton kernels" in rule for rule in profile.assumptions)
 
 
 def test_a_trainer_with_ligers_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_a_trainer_with_ligers_kernels(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(modeling, name, getattr(modeling, name))  # Liger replaces them for the process
     made = trainer(tmp_path, use_liger_kernel=True)
     profile = profile_trainer(made, device="h100")
-    assert any("launches of Triton kernels" in rule for rule in profile.rules)
+    assert any("launches of Triton kernels" in rule for rule in profile.assumptions)
     plan = sacplan.plan(profile, "smallest")
     assert plan.peak_bytes < profile.peak_bytes
     assert sacplan.verify(**step_arguments(made), plan=plan).peak_bytes == plan.peak_bytes
