@@ -94,7 +94,7 @@ class _Rounds(torch.nn.Module):
 
     def __init__(self, case: OpCase, mode: str) -> None:
         super().__init__()
-        self.case, self.mode = case, mode
+        self.case, self.mode = replace(case, made={}), mode
         for name, leaf in case.leaves.items():
             setattr(self, name, torch.nn.Parameter(leaf))
         for name, given in case.given.items():

@@ -387,53 +387,27 @@ def _images(count: int, side: int) -> Batch:
     return {"images": torch.randn(count, 3, side, side), "labels": torch.randint(0, 1000, (count,))}
 
 
-def gpt2() -> Case:
-    s = Sizes()
-    return GPT2(s), _text(s), _language
+def _of_text(make: Callable[[Sizes], nn.Module], sizes: Sizes) -> Case:
+    return make(sizes), _text(sizes), _language
 
 
-def llama() -> Case:
-    s = Sizes()
-    return Llama(s), _text(s), _language
-
-
-def bert() -> Case:
+def _bert() -> Case:
     s = Sizes(batch=16, length=512)
     mask = torch.ones(s.batch, s.length, dtype=torch.bool)
     mask[0, -s.length // 4 :] = False
     return Bert(s), _text(s, mask=mask), _language
 
 
-def t5() -> Case:
-    s = Sizes(length=512)
-    return T5(s), _text(s), _language
-
-
-def vit() -> Case:
-    return ViT(Sizes(), 16, 224), _images(64, 224), _classes
-
-
-def mixtral() -> Case:
-    s = Sizes(layers=6, batch=4)
-    return Llama(s, experts=8), _text(s), _language
-
-
-def resnet50() -> Case:
-    return ResNet((3, 4, 6, 3), 64), _images(64, 224), _classes
-
-
-def mamba() -> Case:
-    s = Sizes(layers=4, length=96)
-    return Mamba(s), _text(s), _language
-
-
-def lstm() -> Case:
-    s = Sizes(batch=32, length=256)
-    return LSTMLanguageModel(s), _text(s), _language
-
-
 MODELS: dict[str, Callable[[], Case]] = {
-    make.__name__: make for make in (gpt2, llama, bert, t5, vit, mixtral, resnet50, mamba, lstm)
+    "gpt2": lambda: _of_text(GPT2, Sizes()),
+    "llama": lambda: _of_text(Llama, Sizes()),
+    "bert": _bert,
+    "t5": lambda: _of_text(T5, Sizes(length=512)),
+    "vit": lambda: (ViT(Sizes(), 16, 224), _images(64, 224), _classes),
+    "mixtral": lambda: _of_text(lambda s: Llama(s, experts=8), Sizes(layers=6, batch=4)),
+    "resnet50": lambda: (ResNet((3, 4, 6, 3), 64), _images(64, 224), _classes),
+    "mamba": lambda: _of_text(Mamba, Sizes(layers=4, length=96)),
+    "lstm": lambda: _of_text(LSTMLanguageModel, Sizes(batch=32, length=256)),
 }
 
 

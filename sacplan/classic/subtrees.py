@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sacplan.classic.tree import TreePlan, Unit, UnitTree
+from sacplan.classic.tree import Discard, TreePlan, Unit, UnitTree
 from sacplan.solvers.problem import DEVICE_MEMORY, Choice, Picks, Problem, ResourceRow
 
 # A tree has up to exponentially many antichains. Beyond these limits they are not enumerated, and the module becomes a
@@ -63,59 +63,60 @@ class TreeProblem:
 
     Attributes:
         problem: device memory by row of the tree, and nesting.
-        ways: by choice and option, pairs (unit, option of the unit).
+        subtrees: those that the choices stand for; an option is one of their ways.
     """
 
     tree: UnitTree
     problem: Problem
-    ways: tuple[tuple[tuple[tuple[int, int], ...], ...], ...]
+    subtrees: Sequence[_Subtree]
 
     def plan(self, picks: Picks) -> TreePlan:
         """Return the discards of the units for a solver's picks."""
-        return {
-            unit: self.tree.units[unit].options[option]
-            for choice, way in picks.items()
-            for unit, option in self.ways[choice][way]
-        }
+        plan: dict[int, Discard] = {}
+        for choice, way in picks.items():
+            subtree = self.subtrees[choice]
+            for place, option in subtree.ways[way].taken:
+                unit = subtree.units[place]
+                plan[unit] = self.tree.units[unit].options[option]
+        return plan
 
 
 def tree_problem(tree: UnitTree, budget_bytes: int) -> TreeProblem:
     """Return the problem of finding the cheapest plan for a tree under a budget."""
     subtrees = _subtrees(tree)
+    nesting, sizes = _nesting(subtrees)
+    # Rows of memory come first, then those of nesting.
+    base = np.concatenate([tree.base, np.zeros_like(sizes)])
+    limits = np.concatenate([np.full_like(tree.base, budget_bytes), sizes])
+    choices = []
+    for subtree, nests in zip(subtrees, nesting, strict=True):
+        freed = np.array([way.freed for way in subtree.ways])
+        # By row, how many units of the subtree have ended: so much of what they discard is freed by then.
+        uses = np.zeros((len(subtree.ways), len(base)), dtype=np.int64)
+        uses[:, : len(tree.base)] = -freed[:, np.searchsorted(subtree.units, tree.n_units)]
+        # From option 1 on: option 0 takes no unit, and what is not taken cannot nest.
+        uses[1:, len(tree.base) :] = nests
+        choices.append(Choice(subtree.kind, np.array([way.ms for way in subtree.ways]), uses, -freed[:, -1]))
+    # A row holds from the number of ended units that it stands for up to that of the next row.
+    ends = [*tree.n_units[1:].tolist(), len(tree.units) + 1]
+    rows = [ResourceRow(DEVICE_MEMORY, *units) for units in zip(tree.n_units.tolist(), ends, strict=True)]
+    rows += [ResourceRow("nesting", 0, len(tree.units))] * len(sizes)
+    return TreeProblem(tree, Problem(tuple(rows), base, limits, tuple(choices)), subtrees)
+
+
+def _nesting(subtrees: Sequence[_Subtree]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return what each subtree uses of the rows of nesting, and their limits: see the module's docstring."""
     choice_of = {unit: c for c, subtree in enumerate(subtrees) for unit in subtree.units}
     groups: dict[Hashable, list[int]] = defaultdict(list)
     for c, subtree in enumerate(subtrees):
         # A subtree without a module around it needs no row: nothing can nest with it.
         if subtree.around:
             groups[subtree.kind].append(c)
-    n_memory, n_rows = len(tree.base), len(tree.base) + len(groups)
-    # Rows of memory come first, then one of nesting for each kind of subtree under the same modules.
-    base, limits = np.zeros((2, n_rows), dtype=np.int64)
-    base[:n_memory], limits[:n_memory] = tree.base, budget_bytes
-    uses = [np.zeros((len(subtree.ways), n_rows), dtype=np.int64) for subtree in subtrees]
-    choices = []
-    for c, subtree in enumerate(subtrees):
-        freed = np.array([way.freed for way in subtree.ways])
-        # By row, how many units of the subtree have ended: so much of what they discard is freed by then.
-        uses[c][:, :n_memory] = -freed[:, np.searchsorted(subtree.units, tree.n_units)]
-        ms = np.array([way.ms for way in subtree.ways])
-        choices.append(Choice(subtree.kind, ms, uses[c], -freed[:, -1]))
-    for row, group in enumerate(groups.values(), start=n_memory):
-        limits[row] = len(group)  # all of them may be taken, or one unit around them
-        for c in group:
-            # From option 1 on: option 0 takes no unit, and what is not taken cannot nest.
-            uses[c][1:, row] = 1
-        for unit in subtrees[group[0]].around:
-            uses[choice_of[unit]][1:, row] = len(group)
-    # A row holds from the number of ended units that it stands for up to that of the next row.
-    ends = [*tree.n_units[1:].tolist(), len(tree.units) + 1]
-    rows = [ResourceRow(DEVICE_MEMORY, *units) for units in zip(tree.n_units.tolist(), ends, strict=True)]
-    rows += [ResourceRow("nesting", 0, len(tree.units)) for _ in groups]
-    ways = tuple(
-        tuple(tuple((subtree.units[k], option) for k, option in way.taken) for way in subtree.ways)
-        for subtree in subtrees
-    )
-    return TreeProblem(tree, Problem(tuple(rows), base, limits, tuple(choices)), ways)
+    uses = np.zeros((len(subtrees), len(groups)), dtype=np.int64)
+    for row, group in enumerate(groups.values()):
+        uses[group, row] = 1
+        uses[[choice_of[unit] for unit in subtrees[group[0]].around], row] = len(group)
+    return uses, np.array([len(group) for group in groups.values()], dtype=np.int64)
 
 
 def _subtrees(tree: UnitTree) -> list[_Subtree]:

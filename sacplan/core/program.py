@@ -268,9 +268,10 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         return tuple((caller, place, tuple(ops)) for caller, place, ops in found)
 
     def _places(self, scope: int) -> Iterator[tuple[int, CallSites, bool]]:
-        """Yield the forward ops of one module call with their places in it, and whether each computes something.
+        """Yield each forward op of one module call, its place, and whether it computes something.
 
-        A view has the place of the op before it: only ops that compute something open one.
+        The place is that of one ``CallSites``, which moves on with the ops: read it before the next one. Only an op
+        that computes something moves it, so a view has the place of the op before it.
         """
         # Names relative to the unit, so that equal layers have equal call sites.
         unit = self.scopes[scope].fqn

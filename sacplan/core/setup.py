@@ -306,13 +306,12 @@ def _dropout(model: torch.nn.Module) -> dict[str, float]:
         # In eval mode it drops nothing.
         if not module.training:
             continue
-        is_dropout = isinstance(module, torch.nn.modules.dropout._DropoutNd)
-        held = [
-            value for name, value in vars(module).items()
-            if (name == "p" if is_dropout else "drop" in name and isinstance(value, float))
-        ]  # fmt: skip
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            given = [vars(module).get("p", 0.0)]
+        else:
+            given = [v for name, v in vars(module).items() if "drop" in name and isinstance(v, float)]
         # A probability of 0 drops nothing and keeps no mask, so such a module is as if it were not there.
-        p = max((float(value) for value in held if 0 < value <= 1), default=0.0)
+        p = max((float(value) for value in given if 0 < value <= 1), default=0.0)
         if p > 0:
             pattern = pattern_of(fqn)
             # One name stands for all layers of a pattern, and of these the one that drops most counts.

@@ -84,7 +84,7 @@ def op_bytes(call: Call) -> int:
         if i == 0 and name in OVERWRITES:
             continue
         nbytes = _bytes_in(arg)
-        # Of a table it reads the rows that it looks up, not all.
+        # A lookup reads only its rows of the table.
         read += min(nbytes, written) if i == 0 and name in _GATHERS else nbytes
     outs = op_traits(call.func).written_names  # among the keyword arguments: ``out=``, which is not read
     read += sum(_bytes_in(value) for key, value in call.kwargs.items() if key not in outs)

@@ -165,7 +165,7 @@ def _norm(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 
 @workspace("aten::native_layer_norm_backward", "aten::_fused_rms_norm_backward")
 def _norm_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
-    """The same, of the input and of the gradient."""
+    """Copies of input and gradient where they are not contiguous."""
     return [_nbytes(t) for t in (a["grad_out"], a["input"]) if not t.is_contiguous()]
 
 
@@ -179,7 +179,7 @@ ACCUMULATOR_BYTES: Mapping[str, Callable[[torch.Tensor], int]] = {
     # Mean, sum of squares and two counts (``WelfordOps`` in SharedReduceOps.h).
     **dict.fromkeys(("var", "std", "var_mean", "std_mean"), lambda x: 16),
 }
-"""By reduction, of one element of what it adds up."""
+"""Bytes of one accumulator, by reduction."""
 
 
 def reduction_workspace_bytes(
@@ -274,7 +274,7 @@ def _convolution(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 
 
 _WITHOUT_COPIES = {False: 4, True: 8}
-"""Of which number the pixels of an image are a multiple where cuDNN multiplies without copies, by going backward."""
+"""cuDNN multiplies without copies if the pixels of an image are a multiple of this; keys: whether it goes backward."""
 
 
 def _cudnn_convolution(a: Arguments, channels_last: bool) -> Sequence[int]:

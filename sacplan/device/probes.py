@@ -35,7 +35,7 @@ SecondsOf = Callable[[Callable[[], object]], float]
 """Measures a function that takes no arguments."""
 
 _LEAST_SHARE = 0.01
-"""Of the measured time, what is left for a kernel at least after the others are taken off."""
+"""Least share of the measured time that is attributed to the kernel itself, after the others are subtracted."""
 
 
 @dataclass(frozen=True, slots=True)

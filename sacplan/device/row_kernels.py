@@ -242,17 +242,18 @@ def _recurrent(call: Call) -> tuple[Kernel, ...]:
 
 @kernels("aten::convolution", "aten::convolution_backward", "aten::cudnn_convolution")
 def _convolution(call: Call) -> tuple[Kernel, ...]:
-    """One kernel, in the backward pass one for each gradient, which read two of input, weight and output.
+    """One kernel in the forward pass; one for each gradient in the backward pass, and a sum for the bias's.
 
     Matrix units take half types channels last; others are transposed before and after ("Data and Filter Formats" in
     the guide of cuDNN). Depthwise convolutions of contiguous tensors are PyTorch's own.
     """
     a = call.arguments
     x, weight = a["input"] if "input" in a else a["self"], a["weight"]
-    wanted = a.get("output_mask", (True, False, False))
-    y = a["grad_output"] if "output_mask" in a else call.writes[0]
-    n, depthwise = sum(wanted[:2]), weight.shape[1] == 1 and a["groups"] > 1
-    kind, backward = "convolution", "output_mask" in a
+    backward = "output_mask" in a
+    y, mask = (a["grad_output"], a["output_mask"]) if backward else (call.writes[0], (True, False, False))
+    n = sum(mask[:2])  # kernels: the output, or the gradients of input and weight
+    depthwise = weight.shape[1] == 1 and a["groups"] > 1
+    kind = "convolution"
     if depthwise:
         kind = "depthwise_backward" if backward else "pointwise"
     elif a["groups"] > 1 and weight.shape[1] in _GROUP_WIDTHS:
@@ -262,7 +263,7 @@ def _convolution(call: Call) -> tuple[Kernel, ...]:
     moved = sum(map(tensor_bytes, (x, weight, y)))
     flops = 0 if depthwise else call.flops / max(1, n)
     found = [Kernel(kind, moved, flops=flops)] * n
-    if wanted[2]:
+    if mask[2]:
         found.append(Kernel("reduction", tensor_bytes(y)))
     if x.element_size() == 2 and x.stride(1) != 1 and not depthwise:
         found.append(Kernel("strided", 2 * (tensor_bytes(y) + n * tensor_bytes(x)), launches=1 + n))

@@ -25,6 +25,8 @@ from sacplan.techniques.base.offers import Offer
 from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.registry import TECHNIQUES, rewritten, why_not
 
+# Offers about the peak alone left norms whole that could have been sliced, and the smallest peak higher. So all moments
+# near the peak are asked about.
 _MOMENTS = 8  # kinds of modules that are asked about at a time, those with the highest moments
 _WORTH_OFFERING = 0.01  # share of the smallest peak that an offer about a lower moment has to free somewhere
 _NEAR_PEAK = 0.8  # share of the smallest peak from which on a moment is near it

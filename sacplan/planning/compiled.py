@@ -195,7 +195,7 @@ class _Partitions:
         self._unplanned = unplanned
         self._unit = how.modules[0]
         self._calls = len(how.modules)  # alike modules share a graph, which each of them calls
-        # Of what the whole model returns, only the loss stays, mostly. If not, the dry run shows it.
+        # The caller of a whole model usually keeps only the loss. If it keeps more, the dry run shows that.
         outputs_stay = self._unit != ""
         graphs: dict[str, JointGraph] = profile.joint_graphs
 

@@ -540,8 +540,8 @@ def _undominated(costs: Costs, changes: Bytes, nearly_cost: float, margins: Cost
     Options are taken by rising cost, so every option that is already kept costs no more than the one in question.
     """
     keep = [0]
-    # Of options of equal cost, one that dominates another has fewer bytes in sum. So it comes first, and is there when
-    # the other one is looked at.
+    # If two options cost the same and one dominates the other, it has fewer bytes in sum. So it comes first, and is
+    # already kept when the other one is looked at.
     for option in sorted(range(1, len(costs)), key=lambda o: (costs[o], changes[o].sum(), o)):
         better = (changes[keep] <= changes[option]).all(axis=1)
         nearly = (changes[keep] <= changes[option] + margins).all(axis=1)

@@ -254,7 +254,7 @@ def provenance_of(profile: Profile, solver: str, pins: Pins = NO_PINS, **asked: 
     """
     given = {name: value for name, value in asked.items() if value is not None and value != ()}
     given["options"] = {name: _scalar(value) for name, value in asked.get("options", {}).items()}
-    # Of the rules of the profile, only those about sizes count: an assumed value alone makes no tensor larger. Seconds
+    # Only the profile's rules about sizes count: an assumed value alone makes no tensor larger. Seconds
     # are enough for the date.
     return Provenance(
         solver=solver,

@@ -279,6 +279,7 @@ def tried(ways: Iterable[Spread], request: Request, *, all_of_them: bool = False
     return found
 
 
+# Quick plans are not the best ones, so a sharding that is slightly slower may win once it is planned carefully.
 _CLOSE = 0.05
 """A way is planned carefully if its quick plan takes at most this share more time than the fastest one."""
 

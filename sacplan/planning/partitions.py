@@ -26,6 +26,7 @@ from sacplan.planning.saved_values import bytes_of, cheapest_saved, price_of, wi
 from sacplan.torch_compat import partitioning
 from sacplan.torch_compat.partitioning import ForwardValue, LoweredGraphs, Prices
 
+# Memory budgets of PyTorch's own partitioner, whose splits are compared with ours.
 _SETTINGS = (0.75, 0.5, 0.25)
 _SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1)
 """Fewer bytes cost more and more time; below a tenth, what runs again is alive at once and takes what is not saved."""

@@ -44,10 +44,13 @@ from sacplan.solvers.solvers import Solver
 from sacplan.techniques.base.technique import StepSolver
 from sacplan.techniques.registry import TECHNIQUES
 
+# Far below the error of predicted times, which is some per cent.
 _OPTIMAL = 2e-3  # no other solver is asked if a plan is above the bound by at most this share of its cost
 _FURTHER = 4  # further searches of one choice, first about the smallest peak alone
 _DEAR = 0.02  # share of the step's cost that a plan may add without further offers being asked for
-_VERY_DEAR = 0.25  # the same without narrower choices being asked of which no bound says what they find
+# Narrower technique sets without a bound are tried only for plans that cost more than this share of the step. Tried
+# at any price, they were 10.1 of the 11.2 s of planning gpt2 on an H100.
+_VERY_DEAR = 0.25
 ROTOR_STAGES = 48
 """Length of the chain that Rotor is given if no other solver holds the budget."""
 

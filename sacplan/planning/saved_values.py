@@ -52,7 +52,7 @@ def without_forbidden(values: Sequence[ForwardValue], names: Collection[str]) ->
     saved = set(names)
     for value in needed(values, saved):
         inputs = [values[i] for i in value.inputs]
-        # Of an op with several results, these are saved, and not the op.
+        # An op with several results is no value itself: its results are saved.
         if any(v.rerun_ms == math.inf for v in (value, *(v for v in inputs if not v.is_savable))):
             saved.add(value.name)
     return frozenset(saved)

@@ -255,7 +255,7 @@ class Profile:
             )
         if self.source is None:
             raise PlanError(NO_SOURCE)
-        # Of the device that this profile is of, which a caller may have given another memory.
+        # With this profile's device, since a caller may have given it another size of memory.
         return dataclasses.replace(self.source.on(ranks), spec=self.spec)
 
     @cached_property

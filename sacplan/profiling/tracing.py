@@ -52,8 +52,8 @@ from sacplan.record.module_calls import other_thread
 from sacplan.record.recorder import Recorder
 from sacplan.record.saved_tensors import SavedMode
 from sacplan.record.seen_ops import LookingUp
-from sacplan.record.settled import record_settled_step
 from sacplan.record.state import held_by_function, preserved_rng, preserved_state
+from sacplan.record.steady_step import record_settled_step
 from sacplan.record.step import (
     LossFn,
     Mode,

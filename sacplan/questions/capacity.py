@@ -82,7 +82,7 @@ class Capacity:
     @property
     def fastest(self) -> CapacityPoint:
         """The size with the most samples per second, of those that were tried."""
-        # Of two that are equally fast the smaller one, which needs less memory.
+        # If two are equally fast, take the smaller one, which needs less memory.
         return max(self.points, key=lambda point: (point.samples_per_s or 0.0, -point.batch_size))
 
     @property

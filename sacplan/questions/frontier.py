@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-MAX_POINTS = 1000
+MAX_POINTS = 1000  # each is a plan of its own; more is a slip
 
 _POLICIES: dict[str, tuple[str, int | str | None]] = {
     "full": ("full", None),

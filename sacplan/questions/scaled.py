@@ -173,9 +173,11 @@ class SizedStep:
         # A size of 1 is special: such dimensions broadcast.
         if shape in self._recorded or min(shape[1:]) < 2:
             return self.recorded(*shape)
+        # ``_values`` comes first, since it also finds the sizes that run other ops. A batch between the recorded ones
+        # is computed from both, so the same ops have to run on both.
         batches = shape[:1] if shape[0] in (1, *self._values[0]) else self._values[0]
-        alone = self._alone.intersection(enumerate(shape))
-        if alone or not self._runs_alike(batches) or not self._is_straight:
+        runs_other_ops = not self._alone.isdisjoint(enumerate(shape))
+        if runs_other_ops or not self._runs_alike(batches) or not self._is_straight:
             return self.recorded(*shape)
         return self._along(shape, len(shape) - 1) or self.recorded(*shape)
 

@@ -19,4 +19,4 @@ class _Noted(threading.local):
 
 
 noted = _Noted()
-"""Of this thread."""
+"""Notes of the current thread."""

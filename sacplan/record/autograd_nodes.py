@@ -54,7 +54,7 @@ class KeptNumbers:
         self._storages = storages
         self._kept: dict[int, list[int]] = {}  # autograd's next sequence number to storages
         self._ends: dict[int, weakref.ref[_NodeLives]] = {}  # such a storage to what its node holds
-        # Of the latest: the op's output, the next sequence number, the storage.
+        # The latest kept storage: the output of its op, the next sequence number, and the storage.
         self.latest: tuple[weakref.ref[torch.Tensor], int, int] | None = None
 
     def keep(self, func: Any, args: Any, outputs: Sequence[torch.Tensor]) -> None:

@@ -150,7 +150,7 @@ def really_compiled(model: torch.nn.Module, compilation: Compilation | None, ste
     Nothing else of the model runs compiled: with None nothing at all.
     """
     modules = [] if compilation is None else [model.get_submodule(fqn) for fqn in compilation.modules]
-    # Of other modules nothing is set, not even to the same value: it would be an attribute of theirs from then on.
+    # Set nothing on other modules, not even the same value: it would become an attribute of the instance.
     before = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl or m in modules}
     try:
         for module in before:

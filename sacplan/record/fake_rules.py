@@ -90,7 +90,8 @@ def answer_if_known(values: KnownValues, func: Any, args: Any, kwargs: Any) -> A
 
 @answer(aten._local_scalar_dense.default)
 def _scalar(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
-    # Before the value: one that rests on a rule is an assumption, and a check that would fail tells that it is wrong.
+    # A check in user code (``if x.isnan().any(): raise``) passes in a step worth recording. This comes before the
+    # known value, since one that follows from a rule is only assumed: if a check fails on it, the rule was wrong.
     if args[0].dtype == torch.bool and (
         values.value(args[0]) is None or values.rules_of(args[:1]).keys() & DESCRIPTIONS.keys()
     ):

@@ -149,7 +149,7 @@ class ModuleCalls:
         self.events.append((_ENTER, call))
 
     def _exit(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        # The same calls that ``_begin`` took no note of.
+        # ``_begin`` ignores these calls, too, so there is nothing to end.
         if in_backward() or id(module) not in self._fqns or not self._stack:
             return
         if threading.get_ident() != self._thread:

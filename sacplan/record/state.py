@@ -416,7 +416,7 @@ def kept_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def variables_of(function: Any) -> Iterator[tuple[types.CellType, Any]]:
     """Yield the variables of outer functions that a function refers to, and their values."""
-    # Anything else is asked for nothing: a stand-in for a package that is missing raises for any attribute.
+    # Read no attribute of anything else: the stand-in for a missing package raises whatever one reads.
     for cell in (isinstance(function, types.FunctionType) and function.__closure__) or ():
         with contextlib.suppress(ValueError):  # an empty cell
             yield cell, cell.cell_contents

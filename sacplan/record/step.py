@@ -291,7 +291,14 @@ def cached_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     They are attributes of modules, of what these hold (such as the scales of 4-bit weights), or lie in ``functools``
     caches of the modules' code.
     """
-    found = (t for t in reachable(model) if isinstance(t, torch.Tensor))
+    registered = ("_parameters", "_buffers", "_modules")
+    attributes = [v for m in model.modules() for k, v in vars(m).items() if k not in registered]
+    found: list[Any] = []
+    for held in {id(v): v for v in tree_leaves(attributes)}.values():
+        own = list(reachable(held, but=(torch.nn.Module,)))
+        # An object that leads to modules, such as a trainer, is no part of one.
+        is_part = not any(isinstance(v, torch.nn.Module) for v in own)
+        found.extend(v for v in own if isinstance(v, torch.Tensor) and (is_part or v is held))
     return [t for t in (*found, *tensors_in_caches(model)) if is_plain(t)]
 
 

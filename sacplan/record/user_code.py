@@ -297,7 +297,7 @@ def function_caches(model: torch.nn.Module) -> Iterator[Any]:
     seen: set[int] = set()
     for owner in _code_of(model):
         for value in list(vars(owner).values()):
-            # Other values are asked for nothing: a stand-in for a package that is missing raises for any attribute.
+            # Read no attribute of any other value: the stand-in for a missing package raises whatever one reads.
             wrapped = isinstance(value, (staticmethod, classmethod, types.MethodType))
             function = value.__func__ if wrapped else value
             for candidate in (function, *(v for _, v in variables_of(function))):

@@ -372,9 +372,8 @@ class _Rows:
         if self.plan is None:
             return f"could be discarded: {again} ({_us(own.cost.us_per_mib)} per MiB)"
         said = f"kept: {again}"
-        # The plan discards nothing. The exits that follow go from the strongest reason to the weakest: not
-        # alive at the peak, does not lower it, costs more than what was discarded, and at last that the plan
-        # fits without it.
+        # The strongest reason that applies: nothing is discarded at all, it is not alive at the peak, it does not
+        # lower the peak, it costs more than anything discarded. The weakest comes last: the plan fits without it.
         if self.most_paid is None:
             return f"{said}, and the step fits without"
         if self.at_peak.isdisjoint(own.discardable):

@@ -28,8 +28,8 @@ from sacplan.solvers.local import descend, give_back, starts
 from sacplan.solvers.milp import Milp, Refinement
 from sacplan.solvers.problem import DEVICE_MEMORY, Choice, OnceCost, Picks, Problem, Solution
 
-_GROUPS = 4
-_GAP = 1e-2  # of the smaller program: its optimum is none of the whole problem, and single moves follow
+_GROUPS = 4  # few, so that the integer program does not grow with the depth
+_GAP = 1e-2  # of the smaller program, whose optimum is not that of the whole problem: single moves improve it anyway
 
 
 @dataclass(frozen=True, slots=True)

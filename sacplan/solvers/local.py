@@ -118,7 +118,8 @@ def descend(
         # What is freed below the limit is of no use for this row, so it must not make a move look cheap.
         if not beyond:
             freed = np.minimum(freed, excess[at])
-        more, worth = costs - costs[now], (freed > 0) & allowed
+        more = costs - costs[now]
+        worth = (freed > 0) & allowed
         after = totals + priced_uses[worth] - priced_uses[now[worth]]
         more[worth] += problem.over_cost(after) - problem.over_cost(totals)
         dearer = more > 0

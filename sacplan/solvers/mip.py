@@ -30,7 +30,7 @@ Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 _THREADS = 1  # HiGHS refuses to change it within one process, and more would not be deterministic
 
 WORK_LIMIT = 10_000_000
-"""The default for one problem."""
+"""Default for one problem. Work in place of seconds: a deadline gave other plans on another machine."""
 
 
 @dataclass(frozen=True, slots=True)

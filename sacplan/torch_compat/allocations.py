@@ -69,7 +69,7 @@ def allocation_deltas(run: Callable[[], object]) -> list[int]:
         with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             run()
         return [delta for delta in allocation_events(profiler) if isinstance(delta, int)]
-    # Of the flags (input shapes, memory, stacks, FLOPs, modules) only memory is on: the others cost time.
+    # The flags are input shapes, memory, stacks, FLOPs and modules. Only memory is on, since the others cost time.
     config = api.ProfilerConfig(
         api.ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
     )

@@ -144,7 +144,7 @@ def _functions_of(module: ModuleType) -> Iterator[FunctionType]:
     for value in vars(module).values():
         members = vars(value).values() if isinstance(value, type) else (value,)
         for member in members:
-            # Of methods and properties the function inside. What the module has imported belongs to another one.
+            # Methods and properties wrap the function. A function that is only imported belongs to another module.
             function = inspect.unwrap(getattr(member, "__func__", None) or getattr(member, "fget", member))
             if isinstance(function, FunctionType) and function.__module__ == module.__name__:
                 yield function

@@ -74,7 +74,7 @@ def copying_shards(model: torch.nn.Module, *, on_gpu: bool) -> Iterator[None]:
 
     def within(plain: Any, copy: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            # Of one parameter, or of all that a unit reduces, which have the same policy.
+            # The first argument is one parameter, or all that a unit reduces, which share a policy.
             of = args[0] if isinstance(args[0], kind) else args[0][0]
             if not of.offload_to_cpu:
                 return plain(*args, **kwargs)

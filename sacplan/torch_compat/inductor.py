@@ -234,7 +234,8 @@ def follow_generators(mode: type[Any]) -> None:
         from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
     def running(left: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        # The mode alone comes back, and not what else it enters as a context manager.
+        # ``left`` is the mode, switched off while its handler runs. Only the base class's ``__enter__``: the mode's own
+        # would enter its hooks a second time.
         TorchDispatchMode.__enter__(left)
         try:
             return op(*args, **kwargs)

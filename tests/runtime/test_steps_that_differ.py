@@ -113,7 +113,7 @@ def test_a_profile_is_of_a_step_that_finds_its_caches_filled(share: bool, trace:
 
 
 def test_only_a_step_that_leaves_something_behind_is_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sacplan.record import settled as module
+    from sacplan.record import steady_step as module
 
     record, runs = module._record, []
     monkeypatch.setattr(module, "_record", lambda *args: runs.append(1) or record(*args))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -73,8 +73,8 @@ class HalfPrecision(Technique):
         }
         return halved(program, {s for op, u in ops.items() for s in saved_floats(program, op, u)})
 
-    def install(self, wanted: ToInstall) -> Installed:
-        return InstalledHalves(wanted.model, wanted.decisions)
+    def install(self, wanted: ToInstall) -> Iterator[Installed]:
+        yield InstalledHalves(wanted.model, wanted.decisions)
 
 
 def saved_floats(program: Program, op: int, unit: str) -> list[int]:

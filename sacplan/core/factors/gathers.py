@@ -48,9 +48,9 @@ def _gather(call: RuleBuilder) -> Rule:
 
 @register("scatter", "scatter_add", "scatter_reduce.two")
 def _scatter(call: RuleBuilder) -> Rule:
-    """The dimension that is scattered along must be whole, and those of which indices or values lack a part."""
-    # ``whole``: the dimension itself, any index of which may be written from any slice, and those along which indices
-    # or values are shorter, where a slice of one is not the slice of the other.
+    """Slice the dimensions in which input, indices and values have the same size, but not the scattered one."""
+    # Any slice of the indices may write anywhere along the scattered dimension. Where sizes differ, a slice of the
+    # indices does not belong to the same slice of the input.
     x, *others = call.inputs
     rank = len(x.shape)
     others = [t for t in others if len(t.shape) == rank]

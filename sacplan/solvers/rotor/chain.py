@@ -17,7 +17,7 @@ _LENGTHS = {
     "forward_extra_bytes": 0,
     "backward_extra_bytes": 1,
 }
-"""By field, how many entries it has beyond one for each stage."""
+"""Extra entries per field beyond one per stage."""
 
 
 @dataclass(frozen=True, slots=True)

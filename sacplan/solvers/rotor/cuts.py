@@ -76,7 +76,7 @@ def find_cuts(program: Program) -> ForwardCuts:
         in_root = root.first_op <= forward[p - 1] and forward[p] <= root.end_op
         if in_root and crossing[p] == 1 and not blocked[p]:
             storage = lives.newest[which[p]]
-            # Of several positions that one storage crosses alone, the first is the cut.
+            # If one storage crosses several positions alone, the first of them is the cut.
             if not boundary or boundary[-1] != storage:
                 boundary.append(storage)
                 starts.append(p)
@@ -128,10 +128,10 @@ def _without_bare_cuts(
 
     stages, kept = [ops[-1]], list[int]()
     for at in reversed(range(len(boundary))):
-        storage, last = boundary[at], at == 0 and not kept
+        storage = boundary[at]
         # A boundary that autograd keeps anyway costs nothing. The last cut that is left has to stay, or there
         # would be no chain.
-        if storage in saved or last:
+        if storage in saved or (at == 0 and not kept):
             bare = False
         elif kept:
             bare = size[kept[0]] <= size[storage] and saved_bytes(stages[0], kept[0]) < size[storage]

@@ -96,7 +96,7 @@ class RotorResult:
 Tables = tuple[npt.NDArray[np.float64], npt.NDArray[np.integer]]
 
 
-MAX_SLOTS = 10**6
+MAX_SLOTS = 10**6  # the tables take slots * stages^2 entries; more is a slip
 
 
 def rotor(chain: Chain, budget_bytes: int, slots: int = 500) -> RotorResult:

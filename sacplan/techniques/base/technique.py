@@ -124,7 +124,7 @@ class Technique(ABC):
     """What it adds to a step, in the rows of ``fit``. A technique of the default plan needs none."""
 
     row_of_long_search: ClassVar[str] = ""
-    """The same where all that it can do is searched for long; empty if that is no more."""
+    """Label of its row in ``fit`` for the exhaustive search; empty if there is none."""
 
     how: ClassVar[str] = ""
     """How its own solver looked for plans, for the message that none fits a budget; empty if it has no solver."""

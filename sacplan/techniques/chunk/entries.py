@@ -38,11 +38,11 @@ from sacplan.techniques.chunk.rest import training_chunk
 _TRIED = 12  # modules, from the last one backwards
 _MOST_OPS = 400  # forward ops from the entry on
 _PROBE = 16  # slices with which entries are compared
-_MOST_SLICES = 128
-_MODULE_SLICES = (2, 4, 8, 16, 32, 64)
+_MOST_SLICES = 128  # of the rest of a step, which is offered in powers of two
+_MODULE_SLICES = (2, 4, 8, 16, 32, 64)  # of a module
 _FEWEST_SLICES = 4  # of a backward pass; twice as many as long as it stays at the peak
 _HALF = ("bfloat16", "float16")
-_SAME = 1.02  # times the bytes of another entry: no better
+_SAME = 1.02  # a longer chunk has to save this factor more than a shorter one to be worth its slices
 
 
 _TrainingSpan: TypeAlias = Literal["module", "backward", "rest"]

@@ -51,7 +51,7 @@ _REPEATED = 24  # ops in a row that are like earlier ones: layers repeat
 _PERIODS = 1.6  # layers, where they repeat
 _BEYOND = 40  # ops after the loop at which Python may still hold what the stretch would have made
 _ENDS = 4_000  # that are tried: what is done for a program without repeated layers is bounded
-_ROUNDING = 1e-6
+_ROUNDING = 1e-6  # absorbs that the coefficients of ``lines`` are floats
 
 
 @dataclass(slots=True, eq=False)

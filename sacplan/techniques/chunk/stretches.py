@@ -199,7 +199,7 @@ def _remove(program: Program, draft: PatchBuilder, stretch: PlacedStretch) -> No
     flow = dataflow(program)
     freed, ops = program.liveness.freed, stretch.members
     results = {s for kept in stretch.exits.values() for s in kept.values()}
-    # Of a buffer that ops write in place the last version stays, and its free is that of the buffer.
+    # Where ops write a buffer in place, its last version stays, and is freed when the buffer is.
     dropped = (s for i in ops for s in program.ops[i].writes if s not in results)
     draft.events.update(
         {freed[s]: () for s in (*dropped, *stretch.waiting) if freed[s] < len(program.events)}

@@ -47,9 +47,10 @@ class Chunking(Technique):
         if peak is not None:
             found = module_chunks(program, peak.peak_scope, device, accumulate, pins)
             return [offer_of(step, chunks) for chunks in found]
-        forward = (i for i in pins.compiled_ops if program.ops[i].phase == Phase.FORWARD)
-        loss = loss_chunks(program, device, accumulate, max(forward, default=-1)).chunks
-        return [offer_of(step, loss)] if loss else []
+        # What is compiled cannot run in slices, so the loss in slices has to begin after it.
+        compiled = (i for i in pins.compiled_ops if program.ops[i].phase == Phase.FORWARD)
+        loss = loss_chunks(program, device, accumulate, after=max(compiled, default=-1))
+        return [offer_of(step, loss.chunks)] if loss.chunks else []
 
     def settled(self, step: PlanStep, peak: Footprint, decisions: Sequence[Decision]) -> Sequence[Decision]:
         """Run the backward pass of the module at the peak, and of all that are alike, in slices."""

@@ -155,7 +155,7 @@ class BackwardWalk:
         self._inner: set[int] = set()  # storages that backward ops of the module have made
         self._upstream: set[int] = set()  # storages that backward ops make that were not deferred
         self._expanded: set[int] = set()  # incoming gradients: computed where the plain step does
-        # Of these, those that are as they are also the gradient of a tensor inside, see _hands_on_gradient.
+        # Those of ``_expanded`` that are, unchanged, also the gradient of a tensor inside: see ``_hands_on_gradient``.
         self._handed_on: set[int] = set()
         self._n_met = 0  # gradients of what entered that were added to one from elsewhere
 

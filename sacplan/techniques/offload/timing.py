@@ -20,7 +20,7 @@ from sacplan.device.devices import DeviceSpec
 from sacplan.techniques.offload.rewrite import TO_DEVICE, TO_HOST, WAIT_BACK, WAIT_OUT
 
 PLANNED_SHARE = 0.8
-"""Share of the bandwidth of the link to the host with which copies are planned."""
+"""Share of the link's bandwidth with which copies are planned: without slack, anything slower makes copies late."""
 
 _OP = int(Event.OP)
 

@@ -37,6 +37,7 @@ from sacplan.core.pins import Pins
 from sacplan.core.program import ROOT_SCOPE, Phase, Program
 from sacplan.distributed.ranks.unit_limits import gathering_ops
 
+# The time of a region's options grows with the square of its ops.
 LARGEST_PART = 400
 """Modules with more op call sites than this are split into their children, or into windows."""
 

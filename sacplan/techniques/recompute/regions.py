@@ -28,6 +28,7 @@ from sacplan.techniques.recompute.in_place_groups import Group, discardable, in_
 from sacplan.techniques.recompute.partition import OpGroup, join, most_joined, partition, unit_around
 
 _VERTICES, _FEWEST = 24, 4  # of a region's hull, at most, and where there are very many ops
+# An option takes time in proportion to the ops of its region, so these keep planning linear in the size of the step.
 _EFFORT = 6000  # ops that all options of one kind of region may have together, beyond the hull
 _COLUMNS = 1500  # options of all regions together, about, beyond the hull
 _BETWEEN = 8  # options between two vertices of a region's hull, at most

@@ -371,7 +371,7 @@ class _Deferral(Call):
         axis, given = window.axis, arguments_by_name(self.func, self.args, self.kwargs)
         if axis.outer != 1 or axis.inner != 1:
             return None  # the dimension has more than the axis
-        # Of the tensor that is sliced, whose gradient the backward puts between zeros.
+        # The shape of the sliced tensor. Its backward op puts the gradient between zeros.
         forward = self.func is aten.slice.Tensor
         shape = self.args[0].shape if forward else given["input_sizes"]
         dim, begin = given["dim"] % len(shape), given["start"] or 0

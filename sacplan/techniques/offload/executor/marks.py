@@ -65,20 +65,20 @@ class Send:
     unit: str
 
     def ran(self, tensors: Sequence[torch.Tensor], saved_of: SavedOf) -> None:
-        """Copy the tensor, unless this step has none such here: then it is kept."""
-        # A step that differs may have fewer tensors here, or a tensor subclass that no copy of a storage stands for.
+        """Begin to copy the tensor to the host. Where that cannot be done in this step, it stays on the device."""
+        # Another step than the planned one may have fewer tensors here, or a subclass that is more than its storage.
         tensor = tensors[self.tensor] if self.tensor < len(tensors) else None
         if tensor is None or not is_plain(tensor) or tensor.is_inference():
             return
         storage = tensor.untyped_storage()
-        # Memory whose size is no multiple of an element's has views that a copy of the elements would leave out.
+        # A copy goes by elements: it would miss the last bytes of a storage that is no whole number of elements.
         if not storage.nbytes() or storage.nbytes() % tensor.element_size():
             return
         saved = saved_of(tensor)
-        # What hooks around the unit hold stays where they have it, so a copy would serve nobody.
+        # The hooks of somebody else hold the tensor anyway, so a copy would free nothing.
         if saved.for_others:
             self.board.note_hooks(self.unit)
-        # Another decision may have sent it from another op: one copy is enough.
+        # Another decision may have copied the same storage already: one copy is enough.
         elif saved.stand is None:
             saved.stand = Parcel(tensor)
             self.board.enter(self.number, saved)

@@ -97,6 +97,7 @@ class Transfer:
         self._device = device
         self._awaited: _Awaited | None = None
         self._source: weakref.ref[Any] | None = None
+        # With streams, ``out`` and ``back`` begin the copy, each on a stream of its own.
         if device.type not in WITH_STREAMS:
             target.copy_(source)
 

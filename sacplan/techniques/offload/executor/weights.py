@@ -265,7 +265,7 @@ class _OfNode:
         return bool(self._away)
 
     def _put_back(self, _: Any) -> None:
-        # Of a graph that is kept, the node may run once more, when the copy is gone.
+        # In a retained graph, the node may run again after the copy is gone.
         stand = self._saved.stand if self._saved is not None else self._weight.second(self._version)
         assert stand is not None
         with unrecorded(), torch.no_grad():

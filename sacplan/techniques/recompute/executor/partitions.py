@@ -32,7 +32,7 @@ class InstalledPartitions(InstalledRecipes):
     def __init__(self, decisions: Sequence[Partition], *recipes: Any) -> None:
         super().__init__(*recipes)
         self._split = dict.fromkeys(one.unit for one in decisions)
-        # Of a graph with other sizes than any that was planned for, the ops decide.
+        # A graph whose sizes were not planned for is looked up by its ops alone.
         self._saved = {one.graph.partition("-")[0]: one.saved for one in decisions}
         self._saved |= {one.graph: one.saved for one in decisions}
         # Out of a cache, a graph that the plan does not know would come without a word.

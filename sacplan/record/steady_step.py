@@ -52,7 +52,7 @@ def record_settled_step(
     unusual = max(int(step.accumulates), first_steps(step.model))
     is_usual = not unusual
     for i in range(1, 1 + _MOST_STEPS + unusual + bool(step.stepped_inside)):
-        # Of a plan that is applied, only the differences of the last recorded step count.
+        # If a plan is applied, only the last recorded step's differences from it count.
         if handle is not None:
             handle.forget_differences()
         before, plain, kept = program, plain_attributes(step.model), step.state_made_inside
