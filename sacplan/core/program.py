@@ -36,6 +36,7 @@ from sacplan.core.liveness import Footprint, Liveness, footprint_of
 from sacplan.core.places import CallSites, OpSequence, described
 from sacplan.core.recording import Recording
 from sacplan.torch_compat.ops import is_computation
+from sacplan.torch_compat.triton_kernels import TRITON_KERNEL
 
 T = TypeVar("T")
 
@@ -290,7 +291,8 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
             op = self.ops[i]
             # The range of a call still has the ops that a rewrite has left out.
             if op.phase == Phase.FORWARD and i not in self.left_out:
-                computes = is_computation(op.name)
+                # No step with a plan shows its launches.
+                computes = is_computation(op.name) and op.name != str(TRITON_KERNEL)
                 if computes:
                     places.at(calls(op.scope))
                 yield i, places, computes

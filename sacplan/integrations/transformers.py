@@ -155,7 +155,8 @@ def step_arguments(trainer: transformers.Trainer) -> dict[str, Any]:
     The batch is made of the longest samples of the training data, by the trainer's own collator: no later one is
     larger. Of a data set without a length it is the largest of the first batches. The loss is ``trainer.compute_loss``,
     under the mixed precision that Accelerate will switch on; the optimizer is the one that ``trainer.create_optimizer``
-    makes. The trainer is not changed, but an iterable dataset that cannot be restarted loses a batch.
+    makes. The trainer is not changed, but an iterable dataset that cannot be restarted loses a batch, and the model
+    gets the Liger kernels that ``train`` would give it.
 
     With ``fsdp=`` the model is one on the meta device that Accelerate's own code has sharded: the step is that of this
     rank, of the job that runs or of ``sacplan.ranks`` around the call.
@@ -172,6 +173,10 @@ def step_arguments(trainer: transformers.Trainer) -> dict[str, Any]:
         TraceError: the trainer trains in a way that is not supported.
     """
     _check_plannable(trainer)
+    if trainer.args.use_liger_kernel:  # as ``Trainer.train`` does, which finds them in place then
+        from transformers.integrations.liger import apply_liger_kernel
+
+        apply_liger_kernel(trainer.model, trainer.args.liger_kernel_config)
     shadow = copy.copy(trainer)  # keeps what is created below away from the trainer
     batches, items = _largest_step(shadow)
     # ``create_optimizer`` pops entries from these options, so the copy gets its own dict.
@@ -384,7 +389,6 @@ def _check_plannable(trainer: transformers.Trainer) -> None:
     found = {
         "nn.DataParallel over several GPUs": args.n_gpu > 1,
         "DeepSpeed": trainer.is_deepspeed_enabled,
-        "Liger kernels": args.use_liger_kernel,
         "a reference model of TRL (precompute_ref_log_probs=True and LoRA do without)": (
             getattr(trainer, "ref_model", None) is not None
             and not getattr(args, "precompute_ref_log_probs", False)

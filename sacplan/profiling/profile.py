@@ -34,6 +34,7 @@ from sacplan.profiling.remarks import (
     on_the_host,
     runs_in_4_bits,
     summed_outputs,
+    triton_kernels,
     types_of_shards,
     unfused_attention,
     without_bfloat16,
@@ -277,8 +278,8 @@ class Profile:
         """Assumptions behind the figures, a sentence each.
 
         They come from a fake trace, from spreading the step over ranks, from training without a loss or without an
-        optimizer, from attention that no fused kernel runs, from what cuDNN does not publish, and from bfloat16 on a
-        device that has none.
+        optimizer, from attention that no fused kernel runs, from what cuDNN does not publish, from Triton
+        kernels, and from bfloat16 on a device that has none.
         """
         found = [
             *self.rules,
@@ -292,6 +293,7 @@ class Profile:
         last = (
             unfused_attention(self.recorded, self.spec),
             without_cudnn_workspaces(self.recorded, self.spec),
+            triton_kernels(self.recorded),
             without_bfloat16(self.recorded, self.spec),
         )
         return (*found, *filter(None, last))

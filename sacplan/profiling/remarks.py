@@ -13,6 +13,7 @@ from sacplan.core.fingerprint import FingerprintEntry
 from sacplan.core.program import Program
 from sacplan.core.setup import OWN_LOSS, SUM_OF_OUTPUTS, Setup
 from sacplan.device.devices import DeviceSpec
+from sacplan.torch_compat.triton_kernels import TRITON_KERNEL
 
 _STEPS_BYTES = 4  # a float32
 
@@ -83,6 +84,13 @@ def without_cudnn_workspaces(program: Program, spec: DeviceSpec) -> str:
     if all(dtype in ("bfloat16", "float16") for dtype in convolved):
         return "workspaces of cuDNN's convolutions are as measured on an H100; other GPUs and releases may take others"
     return "workspaces of cuDNN's convolutions in float32 count as 0: it does not publish their sizes"
+
+
+def triton_kernels(program: Program) -> str:
+    """Say what a plan does about the Triton kernels of a step; empty if there are none."""
+    count = sum(op.name == str(TRITON_KERNEL) for op in program.ops)
+    said = "launches of Triton kernels are left alone: a plan keeps what they read or write, and recomputes around them"
+    return f"{count} {said}; they take the time of reading and writing their tensors" if count else ""
 
 
 def unfused_attention(program: Program, spec: DeviceSpec) -> str:

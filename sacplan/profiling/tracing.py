@@ -85,6 +85,7 @@ from sacplan.torch_compat.distributed_modules import (
 from sacplan.torch_compat.fake_kernels import keep_to_this_thread
 from sacplan.torch_compat.fake_tensors import FakeTensorMode, fake_parameters
 from sacplan.torch_compat.partitioning import GivenGraph, joint_graphs_noted
+from sacplan.torch_compat.triton_kernels import triton_kernels_seen
 
 Runtime = Literal["cost-model", "benchmark", "operator-level-cost-model", "operator-level-benchmark"]
 Trace = Literal["fake", "real"]
@@ -326,6 +327,7 @@ def trace_step(asked: StepRequest) -> Profile:
         _no_garbage_collection(),
         explained_limits(),
         as_written,
+        triton_kernels_seen(),
         _mesh_of(ranks) as mesh,
     ):
         # Made inside of these contexts, since a callable or a data set may draw random numbers for the batch.

@@ -230,7 +230,8 @@ def _remove(container: Any, value: Any, attributes: bool) -> None:
             if attributes:
                 container[key] = None
             else:
-                del container[key]
+                # The outputs of transformers refuse it themselves.
+                (OrderedDict if isinstance(container, OrderedDict) else dict).__delitem__(container, key)
     elif isinstance(container, set):
         container.discard(value)
     else:

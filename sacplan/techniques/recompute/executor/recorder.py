@@ -51,12 +51,13 @@ from sacplan.torch_compat.autograd import (
 from sacplan.torch_compat.local_tensors import Watching, is_deferred, local_part, wrapping_of
 from sacplan.torch_compat.ops import is_composite, run_in_parts, tensors_in
 from sacplan.torch_compat.private import is_plain
+from sacplan.torch_compat.triton_kernels import TRITON_KERNEL
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
-_UNSCHEDULED = frozenset((torch.ops.aten.detach.default, torch.ops.prim.device.default))
-"""Autograd detaches outputs that it keeps itself, and asks fake tensors for their device."""
+_UNSCHEDULED = frozenset((torch.ops.aten.detach.default, torch.ops.prim.device.default, TRITON_KERNEL))
+"""Autograd detaches outputs that it keeps itself, and asks fake tensors for their device; a launch is seen in fakes."""
 
 
 @dataclass(frozen=True, slots=True)

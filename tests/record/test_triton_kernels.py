@@ -1,0 +1,166 @@
+"""Steps that launch Triton kernels: recorded on fakes without running them, and planned around.
+
+Triton has no driver on a CPU. So its ``JITFunction`` is stood in for by one with the same interface whose kernels run
+on NumPy arrays of the tensors: as in Triton, neither a dispatch mode nor a version counter sees what they write.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import sacplan
+from tests.support.steps import bit_equal
+
+
+class JITFunction:
+    """The interface of ``triton.runtime.jit.JITFunction``: ``kernel[grid](*args)`` calls ``run``."""
+
+    def __init__(self, fn: Callable[..., None]) -> None:
+        self.fn = fn
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self.run(*args, grid=grid, warmup=False, **kwargs)
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        self.fn(*(a.detach().numpy() if isinstance(a, torch.Tensor) else a for a in args))
+
+
+@pytest.fixture(autouse=True)
+def triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType("triton.runtime.jit")
+    module.JITFunction = JITFunction  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@JITFunction
+def rotate(x: Any) -> None:
+    x[...] = np.roll(x, 1, -1)  # in place, as Liger's rotary embedding
+
+
+@JITFunction
+def rotate_back(x: Any) -> None:
+    x[...] = np.roll(x, -1, -1)
+
+
+@JITFunction
+def square(x: Any, y: Any) -> None:
+    y[...] = x * x
+
+
+@JITFunction
+def square_backward(dy: Any, x: Any) -> None:
+    x[...] = 2 * x * dy  # over what was saved, as Liger's SwiGLU
+
+
+class Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous().view_as(x)
+        rotate[(1,)](x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        dy = dy.clone()
+        rotate_back[(1,)](dy)
+        return dy
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        square[(1,)](x, y)
+        ctx.save_for_backward(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        square_backward[(1,)](dy, x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + Rotated.apply(self.first(x).sin().exp()).cos().exp()[..., :32].sigmoid()
+        return x + self.second(Squared.apply(self.first(x).tanh()).sin())
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+
+def gradients(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    net.zero_grad()
+    net(x).sum().backward()
+    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+
+def test_a_plan_around_kernels_keeps_every_bit_and_its_peak() -> None:
+    net, x = model(), torch.randn(128, 32)
+    profile = sacplan.profile(
+        net, x, optimizer=torch.optim.AdamW, device="cpu", loss_fn=lambda m, b: m(b).sum()
+    )
+    plan = sacplan.plan(profile, "smallest")
+    assert plan.peak_bytes < 0.9 * profile.peak_bytes
+    expected = gradients(net, x)
+    handle = sacplan.apply(net, plan)
+    assert all(bit_equal(a, b) for a, b in zip(gradients(net, x), expected, strict=True))
+    handle.remove()
+    result = sacplan.verify(
+        net, x, plan, optimizer=torch.optim.AdamW, loss_fn=lambda m, b: m(b).sum(), run="real"
+    )
+    assert result.peak_bytes <= plan.peak_bytes * 1.01
+
+
+@pytest.mark.parametrize("trace", ["fake", "real"])
+def test_what_a_kernel_writes_may_not_run_again(trace: Any) -> None:
+    net, x = model(), torch.randn(128, 32)
+    program = sacplan.profile(net, x, device="cpu", loss_fn=lambda m, b: m(b).sum(), trace=trace).program
+    launches = [op for op in program.ops if op.name.startswith("sacplan.triton_kernel")]
+    assert len(launches) == 12
+    for launch in launches:
+        for storage in launch.mutates:
+            assert not any(op.recomputable for op in program.ops if storage in op.writes)
+
+
+def test_a_profile_says_what_is_left_alone() -> None:
+    net, x = model(), torch.randn(128, 32)
+    profile = sacplan.profile(net, x, device="h100", loss_fn=lambda m, b: m(b).sum())
+    assert any("12 launches of Triton kernels" in rule for rule in profile.assumptions)
+
+
+def test_a_trainer_with_ligers_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    pytest.importorskip("liger_kernel")
+    transformers = pytest.importorskip("transformers")
+    from sacplan.integrations.transformers import profile_trainer, step_arguments
+    from tests.support.trainers import trainer
+
+    # The first use says which backends are missing; the log that pytest keeps would hold that error's frames.
+    monkeypatch.setattr(logging.getLogger("liger_kernel.backends.registry"), "disabled", True)
+    modeling = transformers.models.llama.modeling_llama
+    for name in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"):
+        monkeypatch.setattr(modeling, name, getattr(modeling, name))  # Liger replaces them for the process
+    made = trainer(tmp_path, use_liger_kernel=True)
+    profile = profile_trainer(made, device="h100")
+    assert any("launches of Triton kernels" in rule for rule in profile.assumptions)
+    plan = sacplan.plan(profile, "smallest")
+    assert plan.peak_bytes < profile.peak_bytes
+    assert sacplan.verify(**step_arguments(made), plan=plan).peak_bytes == plan.peak_bytes
