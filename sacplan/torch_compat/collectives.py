@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sacplan.torch_compat.versions import torch_names
@@ -9,8 +11,11 @@ from sacplan.torch_compat.versions import torch_names
 with torch_names():
     import torch.distributed._functional_collectives as _collectives  # noqa: F401 (registers the ops)
 
+    _ops: Any = torch.ops._c10d_functional
+    _wait = _ops.wait_tensor
+
 
 def arrived(sent: torch.Tensor) -> torch.Tensor:
     """Wait for the result of a collective and return it."""
-    there: torch.Tensor = torch.ops._c10d_functional.wait_tensor(sent)
+    there: torch.Tensor = _wait(sent)
     return there
