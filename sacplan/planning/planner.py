@@ -274,9 +274,9 @@ class Planner:
                 self.searches.look_for_cheapest(names, budget_bytes, quick=quick)
         if not quick:
             self._ask_at_smallest(budget_bytes)
-            # Only now, so that searches are the same with it, and only for a budget that ``smallest`` reaches as well.
-            if self.by_hand is not None and self.searches.best(budget_bytes) is not None:
-                self._widest[0].solve(self.by_hand, budget_bytes)
+        # Only now, so that searches are the same with it, and only for a budget that ``smallest`` reaches as well.
+        if self.by_hand is not None and self.searches.best(budget_bytes) is not None:
+            self._widest[0].solve(self.by_hand, budget_bytes)
         return self.searches.best(budget_bytes)
 
     def smallest(self, budget_bytes: int, *, quick: bool = False) -> Candidate:
