@@ -34,13 +34,14 @@ from .planning.planning import plan
 from .planning.policies import policy
 from .planning.value import UnitPlan
 from .profiling.profile import Profile
-from .profiling.tracing import largest_rank, profile
+from .profiling.tracing import profile
 from .questions.batch_sizes import CapacityPoint
 from .questions.capacity import Capacity, max_batch, throughput
 from .questions.certificate import BatchAt, Certificate, ShapePlan, WholeRun
 from .questions.certify import certify
 from .questions.fit import fit
 from .questions.frontier import frontier
+from .questions.largest_rank import largest_rank
 from .questions.layouts import Layout, Layouts, layouts
 from .questions.verdict import FitRow, Verdict
 from .report.report import Report

@@ -36,7 +36,7 @@ from sacplan.core.liveness import Footprint, Liveness, footprint_of
 from sacplan.core.places import CallSites, OpSequence, described
 from sacplan.core.recording import Recording
 from sacplan.torch_compat.ops import is_computation
-from sacplan.torch_compat.triton_kernels import TRITON_KERNEL
+from sacplan.torch_compat.triton_kernels import TRITON_KERNEL_NAME
 
 T = TypeVar("T")
 
@@ -292,7 +292,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
             # The range of a call still has the ops that a rewrite has left out.
             if op.phase == Phase.FORWARD and i not in self.left_out:
                 # No step with a plan shows its launches.
-                computes = is_computation(op.name) and op.name != str(TRITON_KERNEL)
+                computes = is_computation(op.name) and op.name != TRITON_KERNEL_NAME
                 if computes:
                     places.at(calls(op.scope))
                 yield i, places, computes

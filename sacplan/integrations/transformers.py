@@ -155,8 +155,8 @@ def step_arguments(trainer: transformers.Trainer) -> dict[str, Any]:
     The batch is made of the longest samples of the training data, by the trainer's own collator: no later one is
     larger. Of a data set without a length it is the largest of the first batches. The loss is ``trainer.compute_loss``,
     under the mixed precision that Accelerate will switch on; the optimizer is the one that ``trainer.create_optimizer``
-    makes. The trainer is not changed, but an iterable dataset that cannot be restarted loses a batch, and the model
-    gets the Liger kernels that ``train`` would give it.
+    makes. The trainer is not changed, but an iterable dataset that cannot be restarted loses a batch, and with
+    ``use_liger_kernel`` Liger's kernels are put into the model and into the classes of its code, as ``train`` would.
 
     With ``fsdp=`` the model is one on the meta device that Accelerate's own code has sharded: the step is that of this
     rank, of the job that runs or of ``sacplan.ranks`` around the call.

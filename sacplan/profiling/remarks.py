@@ -13,7 +13,7 @@ from sacplan.core.fingerprint import FingerprintEntry
 from sacplan.core.program import Program
 from sacplan.core.setup import OWN_LOSS, SUM_OF_OUTPUTS, Setup
 from sacplan.device.devices import DeviceSpec
-from sacplan.torch_compat.triton_kernels import TRITON_KERNEL
+from sacplan.torch_compat.triton_kernels import TRITON_KERNEL_NAME
 
 _STEPS_BYTES = 4  # a float32
 
@@ -88,7 +88,7 @@ def without_cudnn_workspaces(program: Program, spec: DeviceSpec) -> str:
 
 def triton_kernels(program: Program) -> str:
     """Say what a plan does about the Triton kernels of a step; empty if there are none."""
-    count = sum(op.name == str(TRITON_KERNEL) for op in program.ops)
+    count = sum(op.name == TRITON_KERNEL_NAME for op in program.ops)
     said = "launches of Triton kernels are left alone: a plan keeps what they read or write, and recomputes around them"
     return f"{count} {said}; they take the time of reading and writing their tensors" if count else ""
 

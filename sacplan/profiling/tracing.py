@@ -6,7 +6,7 @@ import contextlib
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -21,14 +21,14 @@ from sacplan.core.model_calls import ModelCall
 from sacplan.core.program import Phase, Program
 from sacplan.core.setup import Routing, Setup, current_autocast, scripted_inside
 from sacplan.device.cost import CostModel
-from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
+from sacplan.device.devices import DeviceSpec, resolve_device
 from sacplan.device.host_step import ranks_here, shared_host
 from sacplan.device.kernels import fake_device
 from sacplan.device.timing import MeasuredTimes
 from sacplan.device.workspace import measured_reserves
 from sacplan.distributed.ranks.ranks import DDP, FSDP2, ONE_RANK, Ranks, ranks_of
 from sacplan.distributed.ranks.unit_limits import kept_at_limits
-from sacplan.distributed.sharding.process_groups import device_mesh_of, pretended_ranks, ranks, this_rank
+from sacplan.distributed.sharding.process_groups import device_mesh_of, pretended_ranks, this_rank
 from sacplan.distributed.sharding.recorded import Cost, collective_named, with_collectives
 from sacplan.errors import (
     DeviceError,
@@ -543,35 +543,3 @@ def _check_recorded(program: Program, mode: Mode) -> None:
             "the step has no backward pass that any op ran in: no gradient reaches a parameter. For a step without "
             'one use mode="inference".'
         )
-
-
-@checked(PlanError, "device")
-def largest_rank(
-    world_size: int,
-    profile_rank: Callable[[int], Profile],
-    device: str | DeviceSpec | torch.device = DEFAULT_DEVICE,
-    among: Iterable[int] | None = None,
-) -> tuple[int, Profile]:
-    """Return the rank whose step has the largest peak, and its profile: what each device must have.
-
-        rank, profile = sacplan.largest_rank(8, stage_of_rank, "h100", among=(0, 4))
-
-    Args:
-        world_size: the number of all ranks.
-        profile_rank: profiles the step of the rank of this number; called inside ``sacplan.ranks``.
-        device: what a rank runs on.
-        among: the ranks to record, if others are like one of these: of each stage of a pipeline the first. Of the
-            shards that ``fully_shard`` makes, those of rank 0 are the largest. Default: all.
-
-    Raises:
-        PlanError: there is a process group already, no such rank, none to record, or no profile returned.
-    """
-    found: dict[int, Profile] = {}
-    for rank in range(world_size) if among is None else among:
-        with ranks(world_size, rank, device):
-            found[rank] = profile_rank(rank)
-    if not found or not all(isinstance(one, Profile) for one in found.values()):
-        raise PlanError(
-            "profile_rank must return what sacplan.profile returns, and among name a rank or more."
-        )
-    return max(found.items(), key=lambda one: one[1].peak_bytes)

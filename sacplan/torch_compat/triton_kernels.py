@@ -32,6 +32,8 @@ def _launched(tensors: Any) -> None:
 
 
 TRITON_KERNEL = torch.ops.sacplan.triton_kernel_.default
+TRITON_KERNEL_NAME = str(TRITON_KERNEL)
+"""Its name in a program."""
 
 
 @contextmanager
