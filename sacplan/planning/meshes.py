@@ -39,8 +39,8 @@ from sacplan.planning.request import Request
 from sacplan.profiling.profile import NO_SOURCE, Profile
 from sacplan.techniques.registry import TECHNIQUES
 
-_DATA, _TENSOR, _SEARCH = ("ddp", "fsdp"), "megatron", "search"
-POLICIES = (*_DATA, _TENSOR)
+_DATA, _TENSOR, _SEARCH = ("ddp", "fsdp"), ("megatron", "sequence"), "search"
+POLICIES = (*_DATA, *_TENSOR)
 """Names of shardings."""
 
 SHARD = "shard"
@@ -174,7 +174,7 @@ def names_on(mesh: Mesh) -> tuple[str, ...]:
     """Return the ways that use each axis for what its name says: ranks of one for data get parts of a batch."""
     if mesh.names[-1] != "tp":
         return _DATA
-    return (_TENSOR,) if len(mesh.axes) == 1 else (f"fsdp + {_TENSOR}",)
+    return _TENSOR if len(mesh.axes) == 1 else tuple(f"fsdp + {name}" for name in _TENSOR)
 
 
 def way(profile: Profile, mesh: Any, name: str, also: Sequence[Also] = ("embeddings", "others")) -> Spread:
@@ -192,27 +192,30 @@ def way(profile: Profile, mesh: Any, name: str, also: Sequence[Also] = ("embeddi
             f"mesh {mesh!r} stands for several meshes; name the axes, such as {{'dp': 4, 'tp': 2}}."
         )
     mesh, words = meshes[0], name.split(" + ")
-    if name not in (*POLICIES, f"fsdp + {_TENSOR}", f"ddp + {_TENSOR}", _SEARCH):
+    both = [f"{data} + {tensor}" for data in _DATA for tensor in _TENSOR]
+    if name not in (*POLICIES, *both, _SEARCH):
         raise PlanError(
-            f"sharding {name!r} is not known; it is one of {', '.join(map(repr, POLICIES))}, or 'fsdp + {_TENSOR}'."
+            f"sharding {name!r} is not known; it is one of {', '.join(map(repr, (*POLICIES, *both)))}."
         )
-    has_tensors = words[-1] in (_TENSOR, _SEARCH)
+    has_tensors = words[-1] in (*_TENSOR, _SEARCH)
     data = Mesh(mesh.axes[:-1] if has_tensors else mesh.axes)
-    if has_tensors and data.size > 1 and words[0] in ("ddp", _TENSOR):
+    if has_tensors and data.size > 1 and words[0] in ("ddp", *_TENSOR):
         raise PlanError(
             "DistributedDataParallel does not take a model that parallelize_module has cut: with tensor parallelism, "
-            f"the other axes of mesh {mesh} are for fully_shard: 'fsdp + {_TENSOR}'."
+            f"the other axes of mesh {mesh} are for fully_shard: 'fsdp + {words[-1]}'."
         )
     styles: dict[str, str] = {}
     if has_tensors:
         if profile.source is None:
             raise PlanError(NO_SOURCE)
+        if words[-1] == "sequence":
+            also = (*also, "sequence")
         styles = tensor_parallel(
             profile.recorded, profile.fingerprint, profile.source.model, mesh.axes[-1], also
         )
     units = (
         None
-        if words[0] in ("ddp", _TENSOR)
+        if words[0] in ("ddp", *_TENSOR)
         else layers_of(name for name, *_ in profile.fingerprint.parameters)
     )
     return Spread(name, profile, Ranks.on_mesh(Sharding(mesh, styles), units))

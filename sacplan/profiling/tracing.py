@@ -429,6 +429,7 @@ def _run_fake(resolved: _Resolved, note: Callable[[FakeTensorMode], None]) -> _T
         if mesh is not None and asked.ranks.sharding is not None:
             with looking_up:
                 asked.ranks.sharding.parallelize(fake, mesh, source=None)
+            running.enter_context(asked.ranks.sharding.parallel_loss())
         handle = asked.prepare(fake) if asked.prepare is not None else None
         try:
             if mesh is not None:

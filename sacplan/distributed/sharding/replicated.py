@@ -9,18 +9,37 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 
 
 class Replicated(ParallelStyle):
-    """Makes the parameters of a module DTensors that are whole on each rank; its inputs and outputs stay plain tensors.
+    """Makes the parameters of a module DTensors that are whole on each rank.
 
     ``parallelize_module`` leaves modules without a style as they are. Then optimizers that step many parameters at once
     (``foreach``, ``fused``) raise: they do not take plain tensors beside DTensors, nor DTensors of several meshes.
+
+    Plain inputs are the same on all ranks, and make plain outputs. Inputs that are DTensors may be cut: outputs are
+    then what DTensor makes of them.
+
+    Attributes:
+        output_layouts: where the output is wanted, as a DTensor; None: as it is, and plain if it is whole.
     """
 
+    def __init__(self, *, output_layouts: Placement | None = None) -> None:
+        super().__init__()
+        self.output_layouts = output_layouts
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, self._replicate, _as_whole, _as_local)
+        return distribute_module(module, device_mesh, self._replicate, _as_whole, self._placed)
+
+    def _placed(self, _: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
+        return tree_map_only(DTensor, self._output, outputs)
+
+    def _output(self, t: DTensor) -> torch.Tensor:
+        if self.output_layouts is not None:
+            return t.redistribute(placements=[self.output_layouts])
+        return t.to_local() if all(p.is_replicate() for p in t.placements) else t
 
     def _replicate(self, _: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for name, p in list(module.named_parameters(recurse=False)):
@@ -35,7 +54,3 @@ def _as_whole(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
         else x
         for x in inputs
     )
-
-
-def _as_local(_: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-    return tree_map_only(DTensor, lambda t: t.to_local(), outputs)

@@ -10,6 +10,7 @@ module has a style, are for data (``Ranks.spread_data``).
 from __future__ import annotations
 
 import ast
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,9 @@ _STYLES = (
     "PrepareModuleInput",
     "PrepareModuleOutput",
 )
+CLASSES = "ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)"
+"""The style of a head whose outputs, DTensors cut by classes, are for ``loss_parallel``."""
+
 _OWN = ("Replicated",)
 _PLACEMENTS = ("Replicate", "Shard")
 
@@ -54,6 +58,22 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
                 f"mesh {self.mesh} has {len(self.data.axes)} axes for data; PyTorch takes one, or two: replicas, and "
                 "shards."
             )
+
+    @contextlib.contextmanager
+    def parallel_loss(self) -> Iterator[None]:
+        """Enter ``loss_parallel`` if a head has outputs for it: forward and backward passes run inside."""
+        if CLASSES not in self.styles.values():
+            yield
+            return
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        # Left without an error, which it would not leave after.
+        around = loss_parallel()
+        around.__enter__()
+        try:
+            yield
+        finally:
+            around.__exit__(None, None, None)
 
     @property
     def data(self) -> Mesh:
@@ -93,6 +113,8 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
             lines.append("model = DistributedDataParallel(model)")
         elif self.data.size > 1:
             lines += _fully_shard_lines(units or (), data)
+        if CLASSES in self.styles.values():
+            lines.append("loss_parallel().__enter__()  # around the forward and the backward pass")
         return "\n".join([*_imports("\n".join(lines)), "", *lines, ""])
 
 
@@ -116,7 +138,7 @@ _HOMES = {
     "torch.distributed.device_mesh": ("init_device_mesh",),
     "torch.distributed.fsdp": ("fully_shard",),
     "torch.distributed.tensor": _PLACEMENTS,
-    "torch.distributed.tensor.parallel": (*_STYLES, "parallelize_module"),
+    "torch.distributed.tensor.parallel": (*_STYLES, "loss_parallel", "parallelize_module"),
     "torch.nn.parallel": ("DistributedDataParallel",),
     "sacplan": _OWN,
 }
@@ -151,14 +173,15 @@ def _is_made_of(node: ast.expr, names: Sequence[str]) -> bool:
         return all(
             _is_made_of(value, _PLACEMENTS) for value in (*node.args, *(k.value for k in node.keywords))
         )
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.USub) and _is_made_of(node.operand, ())
     return isinstance(node, ast.Constant) and isinstance(node.value, int)
 
 
 def _made(node: ast.expr) -> Any:
     """Return what an expression that ``_parsed`` has let pass makes."""
-    if isinstance(node, ast.Constant):
-        return node.value
-    assert isinstance(node, ast.Call)
+    if not isinstance(node, ast.Call):
+        return ast.literal_eval(node)
     assert isinstance(node.func, ast.Name)
     from torch.distributed import tensor
     from torch.distributed.tensor import parallel

@@ -10,7 +10,7 @@ are whole (``replicated.py``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal, TypeAlias
 
 from torch import nn
@@ -18,14 +18,16 @@ from torch import nn
 from sacplan.core.derived import derived
 from sacplan.core.elements import by_pattern, pattern_of
 from sacplan.core.fingerprint import Fingerprint
-from sacplan.core.program import Program
+from sacplan.core.program import ROOT_SCOPE, Program
 from sacplan.distributed.sharding.pairs import Pairs, Parameter, pairs_of, parameters_of
+from sacplan.distributed.sharding.sharding import CLASSES
 from sacplan.errors import PlanError
 
-Also: TypeAlias = Literal["embeddings", "others"]
-"""What may be cut besides pairs."""
+Also: TypeAlias = Literal["embeddings", "others", "sequence"]
+"""What may be cut besides pairs; ``"sequence"``: also the activations between them, and the loss."""
 
 _ALSO = {"Embedding": "embeddings", "Linear": "others"}
+_GATHERED = "ColwiseParallel(output_layouts=Replicate())"
 
 
 def tensor_parallel(
@@ -60,15 +62,57 @@ def tensor_parallel(
         elif name in pairs.norms:
             styles[name] = f"SequenceParallel(sequence_dim={pairs.norms[name]}, use_local_output=True)"
         elif _ALSO.get(kind) in also and weight is not None and not weight.shape[kind == "Embedding"] % ranks:
-            styles[name] = "ColwiseParallel(output_layouts=Replicate())"
+            styles[name] = _GATHERED
     if not styles:
         raise PlanError(
             f"{ranks} ranks of axis {axis[0]!r} divide no nn.Linear or nn.Embedding of "
             f"{fingerprint.model_class} that parallelize_module could cut: choose another number of ranks."
         )
+    if "sequence" in also:
+        styles |= dict(_along_sequences(program, model, styles, ranks))
     # Parameters that are whole are DTensors as well: optimizers do not take both kinds together.
     everywhere = {name: styles.get(name, "Replicated()") for name in kinds}
     return by_pattern(everywhere, everywhere, pattern_of)
+
+
+def _along_sequences(
+    program: Program, model: nn.Module, styles: Mapping[str, str], ranks: int
+) -> Iterator[tuple[str, str]]:
+    """Yield the styles that differ where what runs between pairs, and the loss, are cut as well.
+
+    Embeddings and rows return DTensors that are cut in the dimension before the features. DTensor runs all that reads
+    these as it has to; what linear layers read is gathered where it is made, once for all of them. Linear layers of
+    which a loss takes the logarithm of softmax are cut by classes.
+    """
+    for name, (scope, *_) in program.calls.items():
+        module, style = model.get_submodule(name), styles.get(name, "")
+        inside = program.ops_in(scope)
+        if isinstance(module, nn.Embedding) or style == "RowwiseParallel()":
+            cut = f"output_layouts=Shard({len(program.tensors[program.ops[inside[-1]].outputs[0]].shape) - 2})"
+            if isinstance(module, nn.Linear):
+                yield name, f"RowwiseParallel({cut}, use_local_output=False)"
+            elif style and not module.weight.shape[0] % ranks:
+                yield name, f"RowwiseParallel(input_layouts=Replicate(), {cut}, use_local_output=False)"
+            else:
+                yield name, f"Replicated({cut})"
+        elif isinstance(module, nn.Linear):
+            for maker in {_maker(program, s) for i in inside for s in program.ops[i].reads}:
+                if maker not in styles and any(True for _ in model.get_submodule(maker).parameters(False)):
+                    yield maker, "Replicated(output_layouts=Replicate())"
+    for op in program.ops:
+        if op.name == "aten._log_softmax.default":
+            # Casts and other ops of one argument are between.
+            storage, *_ = op.reads
+            while len(reads := program.ops[program.writer[storage]].reads) == 1:
+                storage, *_ = reads
+            if styles.get(maker := _maker(program, storage)) == _GATHERED:
+                yield maker, CLASSES
+
+
+def _maker(program: Program, storage: int) -> str:
+    """Return the innermost module in which a storage is made; ``""`` if none of the model's has made it."""
+    scope = program.ops[program.writer[storage]].scope if storage in program.writer else ROOT_SCOPE
+    return program.scopes[scope].fqn if scope != ROOT_SCOPE else ""
 
 
 def kinds_of(model: nn.Module) -> dict[str, str]:
