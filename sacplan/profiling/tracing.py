@@ -84,6 +84,7 @@ from sacplan.torch_compat.distributed_modules import (
 )
 from sacplan.torch_compat.fake_kernels import keep_to_this_thread
 from sacplan.torch_compat.fake_tensors import FakeTensorMode, fake_parameters
+from sacplan.torch_compat.local_tensors import op_handlers_kept
 from sacplan.torch_compat.partitioning import GivenGraph, joint_graphs_noted
 from sacplan.torch_compat.triton_kernels import triton_kernels_seen
 
@@ -427,9 +428,9 @@ def _run_fake(resolved: _Resolved, note: Callable[[FakeTensorMode], None]) -> _T
         copier, looking_up = FakeCopier(rules), LookingUp(fake_mode, rules)
         fake = copier.model(model)
         if mesh is not None and asked.ranks.sharding is not None:
+            running.enter_context(op_handlers_kept())
             with looking_up:
                 asked.ranks.sharding.parallelize(fake, mesh, source=None)
-            running.enter_context(asked.ranks.sharding.parallel_loss())
         handle = asked.prepare(fake) if asked.prepare is not None else None
         try:
             if mesh is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -39,16 +38,13 @@ class SpreadModel(Installed):
         self._mesh = mesh
         _agree(model, plan)
         self._sharding.parallelize(model, mesh)
-        self._loss = ExitStack()
-        self._loss.enter_context(self._sharding.parallel_loss())
 
     def spread_data(self) -> None:
         """Shard or replicate the model, which comes after all that a plan installs."""
         self._ranks.spread_data(self._model, self._mesh)
 
     def remove(self) -> None:
-        """Leave the model spread, and ``loss_parallel``."""
-        self._loss.close()
+        """Leave the model spread."""
 
 
 _SAMPLES = 64  # of each parameter

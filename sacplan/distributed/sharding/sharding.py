@@ -10,7 +10,6 @@ module has a style, are for data (``Ranks.spread_data``).
 from __future__ import annotations
 
 import ast
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,29 +58,13 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
                 "shards."
             )
 
-    @contextlib.contextmanager
-    def parallel_loss(self) -> Iterator[None]:
-        """Enter ``loss_parallel`` if a head has outputs for it: forward and backward passes run inside."""
-        if CLASSES not in self.styles.values():
-            yield
-            return
-        from torch.distributed.tensor.parallel import loss_parallel
-
-        # Left without an error, which it would not leave after.
-        around = loss_parallel()
-        around.__enter__()
-        try:
-            yield
-        finally:
-            around.__exit__(None, None, None)
-
     @property
     def data(self) -> Mesh:
         """The axes for data."""
         return Mesh(self.mesh.axes[:-1] if self.styles else self.mesh.axes)
 
     def parallelize(self, model: nn.Module, device_mesh: DeviceMesh, source: int | None = 0) -> None:
-        """Call ``parallelize_module``.
+        """Call ``parallelize_module``, and ``loss_parallel`` where a head is cut for it.
 
         Args:
             model: whole on each rank.
@@ -90,7 +73,7 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
         """
         if not self.styles:
             return
-        from torch.distributed.tensor.parallel import parallelize_module
+        from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
         tied = _tied(model)
         styles = {pattern: _made(_parsed(text, pattern)) for pattern, text in self.styles.items()}
@@ -99,6 +82,8 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
             for name in others:
                 module, _, own = name.rpartition(".")
                 model.get_submodule(module).register_parameter(own, model.get_parameter(first))
+        if CLASSES in self.styles.values():
+            loss_parallel().__enter__()  # for all steps, forward and backward: it is on until it is left
 
     def code(self, device: str, units: Sequence[str] | None) -> str:
         """Return Python that does what ``parallelize`` and ``spread_data`` do, with the plan applied in between."""
@@ -114,7 +99,7 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
         elif self.data.size > 1:
             lines += _fully_shard_lines(units or (), data)
         if CLASSES in self.styles.values():
-            lines.append("loss_parallel().__enter__()  # around the forward and the backward pass")
+            lines.append("loss_parallel().__enter__()  # for all steps, forward and backward")
         return "\n".join([*_imports("\n".join(lines)), "", *lines, ""])
 
 

@@ -97,7 +97,7 @@ def _along_sequences(
                 yield name, f"Replicated({cut})"
         elif isinstance(module, nn.Linear):
             for maker in {_maker(program, s) for i in inside for s in program.ops[i].reads}:
-                if maker not in styles and any(True for _ in model.get_submodule(maker).parameters(False)):
+                if maker not in (name, *styles) and any(True for _ in model.get_submodule(maker).parameters(False)):
                     yield maker, "Replicated(output_layouts=Replicate())"
     for op in program.ops:
         if op.name == "aten._log_softmax.default":
