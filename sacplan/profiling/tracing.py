@@ -79,12 +79,12 @@ from sacplan.torch_compat.distributed_modules import (
     copying_shards,
     fake_replicas,
     make_gathered,
+    own_op_handlers,
     reduce_by_hooks,
     without_neighbours,
 )
 from sacplan.torch_compat.fake_kernels import keep_to_this_thread
 from sacplan.torch_compat.fake_tensors import FakeTensorMode, fake_parameters
-from sacplan.torch_compat.local_tensors import op_handlers_kept
 from sacplan.torch_compat.partitioning import GivenGraph, joint_graphs_noted
 from sacplan.torch_compat.triton_kernels import triton_kernels_seen
 
@@ -428,7 +428,7 @@ def _run_fake(resolved: _Resolved, note: Callable[[FakeTensorMode], None]) -> _T
         copier, looking_up = FakeCopier(rules), LookingUp(fake_mode, rules)
         fake = copier.model(model)
         if mesh is not None and asked.ranks.sharding is not None:
-            running.enter_context(op_handlers_kept())
+            running.enter_context(own_op_handlers())
             with looking_up:
                 asked.ranks.sharding.parallelize(fake, mesh, source=None)
         handle = asked.prepare(fake) if asked.prepare is not None else None

@@ -13,7 +13,7 @@ import copy
 import sys
 import types
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -168,6 +168,14 @@ def on_one_rank() -> Iterator[None]:
         replaced(torch.Tensor, pin_memory=lambda tensor, *_: tensor),
     ):
         yield
+
+
+def own_op_handlers() -> AbstractContextManager[None]:
+    """Inside, ops on DTensors have handlers of their own: those that ``loss_parallel`` leaves there end with it."""
+    from torch.distributed.tensor import DTensor
+
+    dispatcher: Any = DTensor._op_dispatcher
+    return replaced(dispatcher, _custom_op_handlers=dict(dispatcher._custom_op_handlers))
 
 
 @contextmanager

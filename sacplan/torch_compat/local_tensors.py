@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,20 +55,6 @@ def _stands_for_another(kind: type) -> bool:
 def _is_dtensor(kind: type) -> bool:
     room = sys.modules.get("torch.distributed.tensor")  # there is no DTensor where it is not imported
     return room is not None and issubclass(kind, room.DTensor)
-
-
-@contextmanager
-def op_handlers_kept() -> Iterator[None]:
-    """Take back what is entered inside of ``loss_parallel``, which leaves its handlers for ops on DTensors."""
-    from torch.distributed.tensor import DTensor
-
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    before = dict(handlers)
-    try:
-        yield
-    finally:
-        handlers.clear()
-        handlers.update(before)
 
 
 def _is_async(kind: type) -> bool:

@@ -137,46 +137,38 @@ def _imports(text: str) -> Iterator[str]:
             yield f"from {module} import {', '.join(used)}"
 
 
-def _parsed(text: str, pattern: str) -> ast.Call:
-    """Return the call that a style is, of nothing but styles, placements, numbers and truth values.
+def _parsed(text: str, pattern: str) -> ast.Expression:
+    """Return the expression that a style is, of calls of styles and placements on numbers and truth values alone.
 
     Raises:
         PlanError: it is something else.
     """
-    try:
-        found = ast.parse(text, mode="eval").body
-    except SyntaxError:
-        found = None
     known = (*_STYLES, *_OWN)
-    if not isinstance(found, ast.Call) or not _is_made_of(found, known):
+    try:
+        found = ast.parse(text, mode="eval")
+    except SyntaxError:
+        found = ast.Expression(ast.Constant(None))
+    nodes = list(ast.walk(found))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    is_style = isinstance(found.body, ast.Call) and ast.unparse(found.body.func) in known
+    if not is_style or not names <= {*known, *_PLACEMENTS} or not all(isinstance(n, _SYNTAX) for n in nodes):
         raise PlanError(f"the style of {pattern!r} is {text!r}; it is a call of one of {', '.join(known)}.")
     return found
 
 
-def _is_made_of(node: ast.expr, names: Sequence[str]) -> bool:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
-        return all(
-            _is_made_of(value, _PLACEMENTS) for value in (*node.args, *(k.value for k in node.keywords))
-        )
-    if isinstance(node, ast.UnaryOp):
-        return isinstance(node.op, ast.USub) and _is_made_of(node.operand, ())
-    return isinstance(node, ast.Constant) and isinstance(node.value, int)
+# Names are known ones, so that nothing else can be called.
+_SYNTAX = (ast.Expression, ast.Call, ast.keyword, ast.Name, ast.Load, ast.Constant, ast.UnaryOp, ast.USub)
 
 
-def _made(node: ast.expr) -> Any:
+def _made(style: ast.Expression) -> Any:
     """Return what an expression that ``_parsed`` has let pass makes."""
-    if not isinstance(node, ast.Call):
-        return ast.literal_eval(node)
-    assert isinstance(node.func, ast.Name)
     from torch.distributed import tensor
     from torch.distributed.tensor import parallel
 
     from sacplan.distributed.sharding import replicated
 
-    room = next(room for room in (tensor, parallel, replicated) if hasattr(room, node.func.id))
-    return getattr(room, node.func.id)(
-        *map(_made, node.args), **{str(k.arg): _made(k.value) for k in node.keywords}
-    )
+    names = {**vars(tensor), **vars(parallel), **vars(replicated)}
+    return eval(compile(style, "style", "eval"), {"__builtins__": {}}, names)
 
 
 def _tied(model: nn.Module) -> list[list[str]]:

@@ -88,7 +88,9 @@ def _along_sequences(
         module, style = model.get_submodule(name), styles.get(name, "")
         inside = program.ops_in(scope)
         if isinstance(module, nn.Embedding) or style == "RowwiseParallel()":
-            cut = f"output_layouts=Shard({len(program.tensors[program.ops[inside[-1]].outputs[0]].shape) - 2})"
+            cut = (
+                f"output_layouts=Shard({len(program.tensors[program.ops[inside[-1]].outputs[0]].shape) - 2})"
+            )
             if isinstance(module, nn.Linear):
                 yield name, f"RowwiseParallel({cut}, use_local_output=False)"
             elif style and not module.weight.shape[0] % ranks:
@@ -97,7 +99,9 @@ def _along_sequences(
                 yield name, f"Replicated({cut})"
         elif isinstance(module, nn.Linear):
             for maker in {_maker(program, s) for i in inside for s in program.ops[i].reads}:
-                if maker not in (name, *styles) and any(True for _ in model.get_submodule(maker).parameters(False)):
+                if maker not in (name, *styles) and any(
+                    True for _ in model.get_submodule(maker).parameters(False)
+                ):
                     yield maker, "Replicated(output_layouts=Replicate())"
     for op in program.ops:
         if op.name == "aten._log_softmax.default":
