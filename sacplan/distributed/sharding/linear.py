@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 import torch
@@ -66,17 +66,9 @@ def _together(func: torch._ops.OpOverload, call: Call) -> tuple[Together, bool]:
     return (), False
 
 
-def dtype_of(t: Any) -> torch.dtype:
-    """Return the dtype of a tensor, or of a description that names it."""
-    found = t.dtype if isinstance(t.dtype, torch.dtype) else getattr(torch, t.dtype)
-    assert isinstance(found, torch.dtype)
-    return found
-
-
-def may_be_partial(t: Any) -> bool:
+def may_be_partial(t: torch.Tensor) -> bool:
     """Whether a tensor may be one summand on each rank."""
-    dtype = dtype_of(t)
-    return dtype.is_floating_point or dtype.is_complex
+    return t.is_floating_point() or t.is_complex()
 
 
 def passed_on(func: torch._ops.OpOverload, call: Call) -> Iterator[tuple[frozenset[int], bool]]:
@@ -94,8 +86,6 @@ def passed_on(func: torch._ops.OpOverload, call: Call) -> Iterator[tuple[frozens
         # Only floats have summands. ``promote_types`` gives back the output's type if that can hold every
         # summand.
         if all(map(may_be_partial, (*summands, *call.outputs))) and all(
-            torch.promote_types(dtype_of(t), dtype_of(o)) == dtype_of(o)
-            for t in summands
-            for o in call.outputs
+            torch.promote_types(t.dtype, o.dtype) == o.dtype for t in summands for o in call.outputs
         ):
             yield found, moves

@@ -17,13 +17,14 @@ its gradient, which ``SequenceParallel`` adds up. Other parameters there have no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from sacplan.core.calls import Opaque, call_with, dtype_of
+from sacplan.core.derived import derived
 from sacplan.core.fingerprint import FingerprintEntry
 from sacplan.core.program import ROOT_SCOPE, Op, Phase, Program, StorageKind, Tensor
 from sacplan.distributed.sharding.placements import REPLICATED, Placement, cut
@@ -31,38 +32,6 @@ from sacplan.distributed.sharding.strategies import axis_strategies
 from sacplan.errors import TraceError
 from sacplan.torch_compat.calls import Call
 from sacplan.torch_compat.ops import is_computation, op_named
-
-
-class Parameter(NamedTuple):
-    """One parameter of the model.
-
-    Attributes:
-        name: in ``named_parameters()``; a tied parameter goes by its first name.
-        storage: of the program.
-        shape: of the whole parameter.
-    """
-
-    name: str
-    storage: int
-    shape: tuple[int, ...]
-
-
-def parameters_of(program: Program, entries: Sequence[FingerprintEntry]) -> tuple[Parameter, ...]:
-    """Return the parameters of a recorded step from ``Fingerprint.parameters``.
-
-    The recorder takes the storages of parameters before all others, in the order of ``named_parameters()``.
-
-    Raises:
-        TraceError: parameters share storages without being the same parameter.
-    """
-    storages = sorted(s for s in program.initial if program.storage_kinds[s] == StorageKind.PARAMETER)
-    # Paired by position alone.
-    if len(storages) != len(entries):
-        raise TraceError(
-            f"the recording has {len(storages)} storages of parameters and the model {len(entries)} parameters. "
-            "Parameters that are views of one storage cannot be spread; give each its own, or plan for one device."
-        )
-    return tuple(Parameter(name, s, shape) for s, (name, shape, _) in zip(storages, entries, strict=True))
 
 
 @dataclass
@@ -86,18 +55,30 @@ class _Part(NamedTuple):
     columns: frozenset[str]
 
 
+@derived
 def pairs_of(
-    program: Program, parameters: tuple[Parameter, ...], kinds: Mapping[str, str], ranks: int
+    program: Program, parameters: tuple[FingerprintEntry, ...], kinds: tuple[tuple[str, str], ...], ranks: int
 ) -> Pairs:
     """Return the columns and rows of a recorded step.
 
     Args:
         program: of the whole model.
-        parameters: of the model.
+        parameters: of the model, ``Fingerprint.parameters``; a tied one goes by its first name.
         kinds: of modules, by name: ``"Linear"``, ``"Norm"``, or another.
         ranks: of the axis.
+
+    Raises:
+        TraceError: parameters share storages without being the same parameter.
     """
-    walk = _Walk(program, parameters, kinds, ranks)
+    # The recorder takes the storages of parameters before all others, in the order of ``named_parameters()``.
+    storages = sorted(s for s in program.initial if program.storage_kinds[s] == StorageKind.PARAMETER)
+    # Paired by position alone.
+    if len(storages) != len(parameters):
+        raise TraceError(
+            f"the recording has {len(storages)} storages of parameters and the model {len(parameters)} parameters. "
+            "Parameters that are views of one storage cannot be spread; give each its own, or plan for one device."
+        )
+    walk = _Walk(program, dict(zip(storages, parameters, strict=True)), dict(kinds), ranks)
     # Each pass takes some candidates away, or is the last one.
     while not walk.is_settled():
         pass
@@ -108,11 +89,19 @@ class _Walk:
     """Goes through the forward pass with parts."""
 
     def __init__(
-        self, program: Program, parameters: tuple[Parameter, ...], kinds: Mapping[str, str], ranks: int
+        self,
+        program: Program,
+        parameters: Mapping[int, FingerprintEntry],
+        kinds: Mapping[str, str],
+        ranks: int,
     ) -> None:
         self.program, self.kinds, self.ranks = program, kinds, ranks
-        self._module_of = {p.storage: p.name.rpartition(".")[0] for p in parameters}
-        self._shape_of = {p.name.rpartition(".")[0]: p.shape for p in parameters if p.name.endswith("weight")}
+        self._module_of = {s: name.rpartition(".")[0] for s, (name, *_) in parameters.items()}
+        self._shape_of = {
+            name.rpartition(".")[0]: shape
+            for name, shape, _ in parameters.values()
+            if name.endswith("weight")
+        }
         self._candidates = {
             m for m, kind in kinds.items() if kind == "Linear" and self._shape_of[m][0] % ranks == 0
         }
@@ -126,6 +115,7 @@ class _Walk:
         self._paired: set[str] = set()
         # Weights, and what is computed from weights alone, such as casts: by storage, the module.
         self._weights = dict(self._module_of)
+        self._trained: set[int] = set()
         for op in self.program.ops:
             if op.phase == Phase.FORWARD:
                 self._run(op)
@@ -140,6 +130,11 @@ class _Walk:
             self._weights.update((tensors[t].storage, str(owners[0])) for t in op.outputs)
             return
         parts = [self._parts.get(t) for t in op.inputs]
+        # What depends on weights, and is whole where parts are read, has a summand of its gradient on each rank, and
+        # nobody adds these up.
+        trained = [tensors[t].storage in self._trained for t in op.inputs]
+        if any(trained) or any(owner is not None for owner in owners):
+            self._trained.update(op.writes)
         module = self.program.scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""
         is_linear = self.kinds.get(module) == "Linear" and module in owners and is_computation(op.name)
         if is_linear and not any(parts):
@@ -161,7 +156,7 @@ class _Walk:
                 made = None
             first = next(part for part in parts if part is not None)
             self.found.norms[module] = first.placement.dim
-        if made is None:
+        if made is None or any(t and part is None for t, part in zip(trained, parts, strict=True)):
             self._wrong |= columns
             return
         for t, placement in zip(op.outputs, made, strict=True):

@@ -15,7 +15,7 @@ from typing import Any
 from sacplan.core.factors.axes import Axis, FactorAxis, from_factor, into_factor
 from sacplan.core.factors.pointwise import pointwise
 from sacplan.core.factors.rule import Kind, Rule, RuleBuilder, formula_of, rule_of
-from sacplan.distributed.sharding.linear import dtype_of, may_be_partial, passed_on
+from sacplan.distributed.sharding.linear import may_be_partial, passed_on
 from sacplan.distributed.sharding.placements import PARTIAL, REPLICATED, Placement, cut
 from sacplan.torch_compat.calls import Call
 from sacplan.torch_compat.ops import aten_names, draws_numbers, op_traits
@@ -159,7 +159,7 @@ def _along(rule: Rule, call: Call, within: FactorAxis) -> AxisStrategy | None:
     for i, kind in enumerate(kinds):
         if kind is Kind.WEIGHTED_MEAN:
             outputs[i + 1] = REPLICATED
-            inside_bytes += nbytes(call.outputs[i + 1])
+            inside_bytes += call.outputs[i + 1].nbytes
     return AxisStrategy(tuple(inputs), tuple(outputs), within, inside_bytes)
 
 
@@ -175,7 +175,7 @@ def _along_classes(call: Call, within: FactorAxis, rule: Rule) -> tuple[tuple[Pl
     if call.name == "_log_softmax":
         x = call.inputs[0]
         rows = math.prod(x.shape) // x.shape[call["dim"]]
-        return (), rows * within.size * max(4, dtype_of(x).itemsize)
+        return (), rows * within.size * max(4, x.itemsize)
     # The classes of a rank would be several pieces, and the code counts them from one beginning.
     if within.outer > 1:
         return None
@@ -187,14 +187,8 @@ def _along_classes(call: Call, within: FactorAxis, rule: Rule) -> tuple[tuple[Pl
     # A mean divides by the total weight, which each rank sees only a part of: that is all-reduced inside of
     # the call. The loss itself stays partial.
     if call["reduction"] == _MEAN:
-        return (PARTIAL, REPLICATED), nbytes(call.outputs[1])
+        return (PARTIAL, REPLICATED), call.outputs[1].nbytes
     return (PARTIAL, REPLICATED if call["reduction"] == _NONE else PARTIAL), 0
-
-
-def nbytes(t: Any) -> int:
-    """Return the bytes of an unsharded tensor, or of a description of one."""
-    count: int = math.prod(t.shape) * dtype_of(t).itemsize
-    return count
 
 
 _PARTIAL = {

@@ -15,11 +15,10 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
-from sacplan.core.derived import derived
 from sacplan.core.elements import by_pattern, pattern_of
 from sacplan.core.fingerprint import Fingerprint
 from sacplan.core.program import ROOT_SCOPE, Program
-from sacplan.distributed.sharding.pairs import Pairs, Parameter, pairs_of, parameters_of
+from sacplan.distributed.sharding.pairs import pairs_of
 from sacplan.distributed.sharding.sharding import CLASSES
 from sacplan.errors import PlanError
 
@@ -50,8 +49,7 @@ def tensor_parallel(
         PlanError: nothing can be cut so over so many ranks.
     """
     kinds, ranks = kinds_of(model), axis[1]
-    parameters = parameters_of(program, fingerprint.parameters)
-    pairs = _pairs(program, parameters, tuple(kinds.items()), ranks)
+    pairs = pairs_of(program, fingerprint.parameters, tuple(kinds.items()), ranks)
     styles = {}
     for name, kind in kinds.items():
         weight = getattr(model.get_submodule(name), "weight", None)
@@ -133,10 +131,3 @@ def kinds_of(model: nn.Module) -> dict[str, str]:
             kind = linear or ("Norm" if "norm" in type(module).__name__.lower() else "")
             found[name] = kind if all(owners[id(p)] == 1 for p in own) else ""
     return found
-
-
-@derived
-def _pairs(
-    program: Program, parameters: tuple[Parameter, ...], kinds: tuple[tuple[str, str], ...], ranks: int
-) -> Pairs:
-    return pairs_of(program, parameters, dict(kinds), ranks)
