@@ -77,6 +77,46 @@ def test_what_runs_between_columns_and_rows_runs_on_parts(between: Any, pairs: b
             of(made)
 
 
+@pytest.mark.parametrize("features", [1, 256], ids=["a gate", "as many gates"])
+def test_an_activation_with_a_gradient_that_is_whole_makes_no_pair(features: int) -> None:
+    """Each rank would have a summand of the gate's gradient, and train with that."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x) * self.gate(x).sigmoid().mean(-1, keepdim=True))
+
+    layers = {"up": nn.Linear(64, 256), "down": nn.Linear(256, 64), "gate": nn.Linear(64, features)}
+    made = recorded(FromFunction(forward, **layers))
+    assert set(of(made, 4, "others").values()) <= {GATHERED, "Replicated()"}
+
+
+def test_sequences_are_cut_between_pairs_and_logits_by_classes() -> None:
+    """What PyTorch's own documentation and torchtitan cut; norms gather for all layers that read them."""
+    vocabulary = recorded_tokens()
+    cut = "output_layouts=Shard(1), use_local_output=False"
+    assert of(vocabulary, 4, "embeddings", "others", "sequence") == {
+        "embed": f"RowwiseParallel(input_layouts=Replicate(), {cut})",
+        **{f"layers.*.{norm}": "Replicated(output_layouts=Replicate())" for norm in ("before", "norm")},
+        **{f"layers.*.attention.{n}": "ColwiseParallel()" for n in "qkv"},
+        "layers.*.attention.o": f"RowwiseParallel({cut})",
+        "layers.*.up": "ColwiseParallel()",
+        "layers.*.down": f"RowwiseParallel({cut})",
+        "norm": "Replicated(output_layouts=Replicate())",
+        "head": "ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)",
+    }
+    whole = of(vocabulary, 4, "sequence")
+    assert (whole["embed"], whole["head"]) == ("Replicated(output_layouts=Shard(1))", "Replicated()")
+
+
+def recorded_tokens() -> sacplan.Profile:
+    tokens = torch.randint(24, (8, 8))
+    return sacplan.profile(
+        SplitLM(),
+        tokens,
+        lambda m, x: nn.functional.cross_entropy(m(x).flatten(0, 1), x.flatten()),
+        device="h100",
+    )
+
+
 def test_modules_with_shared_parameters_have_no_kind() -> None:
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False), nn.Linear(8, 4))
     model[1].weight = model[0].weight
@@ -92,17 +132,16 @@ def test_styles_in_files_are_styles(text: str) -> None:
         Sharding(Mesh.of({"tp": 2}), {"up": text})
 
 
-def test_code_does_what_apply_does() -> None:
-    torch.manual_seed(0)
-    made = sacplan.profile(
-        SplitLM(), torch.randint(24, (8, 8)), lambda m, x: m(x).square().mean(), device="h100"
-    )
-    plan = sacplan.policy("fsdp + megatron", profile=made, mesh={"dp": 2, "tp": 2})
+@pytest.mark.parametrize("way", ["fsdp + megatron", "fsdp + sequence"])
+def test_code_does_what_apply_does(way: str) -> None:
+    made = recorded_tokens()
+    plan = sacplan.policy(way, profile=made, mesh={"dp": 2, "tp": 2})
     code = plan.code()
     compile(code, "plan", "exec")
     assert plan.ranks.sharding is not None
     for pattern, style in plan.ranks.sharding.styles.items():
         assert f"{pattern!r}: {style}," in code
+    assert ("\nloss_parallel()" in code) == (way == "fsdp + sequence")
     assert "    fully_shard(layer, mesh=mesh['dp'])\nfully_shard(model, mesh=mesh['dp'])" in code
     assert plan.code() == sacplan.Plan.code(plan)
     assert "DistributedDataParallel(model)" in sacplan.policy("ddp", profile=made, mesh={"dp": 2}).code()
