@@ -146,7 +146,7 @@ def markdown(runs: Sequence[Row], shape: str = "8b") -> str:
 
 
 def planning(runs: Sequence[Row]) -> str:
-    """Write what a search and its best mesh took before PyTorch ran the ranks, and take today, as a table."""
+    """Write what a search and its best mesh took before PyTorch ran the ranks, and take now, as a table."""
     known = {(row["case"], row["figure"]): row for row in table_of(FORMER)}
     rows = []
     for run in runs:
@@ -155,9 +155,10 @@ def planning(runs: Sequence[Row]) -> str:
         if search is not None:
             step = known.get((case, "fastest step, ms"), {"before": "", "pytorch": ""})
             seconds = f"{run['processor_seconds']:.0f} s"
-            steps = [f"{ms} ms" if ms else "" for ms in (step["before"], step["pytorch"])]
+            now = f"{run['rows'][0]['step_ms']:,.0f}" if step["before"] else ""
+            steps = [f"{ms} ms" if ms else "" for ms in (step["before"], step["pytorch"], now)]
             rows.append([case, *steps, f"{search['before']} s", seconds])
-    return markdown_table("what | step before | step | planning before | planning", rows)
+    return markdown_table("what | step before | step then | step now | planning before | planning now", rows)
 
 
 def refusals(run: Row) -> Iterator[str]:

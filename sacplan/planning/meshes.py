@@ -52,7 +52,7 @@ class Spread:
     """A step that is spread over a mesh in one way.
 
     Attributes:
-        name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, ``"fsdp + megatron"``, or ``"search"``.
+        name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, ``"sequence"``, ``"fsdp + megatron"`` and the like, or ``"search"``.
         whole: The profile of the whole model on one device.
         ranks: The mesh, and what PyTorch is told.
     """
@@ -178,9 +178,10 @@ def names_on(mesh: Mesh) -> tuple[str, ...]:
 
 
 def way(profile: Profile, mesh: Any, name: str, also: Sequence[Also] = ("embeddings", "others")) -> Spread:
-    """Return a way to spread a step by its name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, or ``"fsdp + megatron"``.
+    """Return a way to spread a step by its name, one of ``POLICIES`` or ``"fsdp + megatron"``, ``"fsdp + sequence"``.
 
-    ``also`` says what tensor parallelism cuts beside pairs of columns and rows.
+    ``also`` says what tensor parallelism cuts beside pairs of columns and rows; ``"sequence"`` cuts activations between
+    pairs, too.
 
     Raises:
         PlanError: The name is unknown, ``mesh`` stands for several meshes, PyTorch has no such way on it, or the number

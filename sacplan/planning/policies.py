@@ -68,7 +68,8 @@ def policy(
 
             ``"ddp"`` and ``"fsdp"`` cut the batch over all axes of a mesh; each rank has all parameters, or a shard of
             them. ``"megatron"`` is tensor parallelism on the last axis, with ``"ddp"`` on
-            the other axes; ``"fsdp + megatron"`` has ``"fsdp"`` on them.
+            the other axes; ``"fsdp + megatron"`` has ``"fsdp"`` on them. ``"sequence"`` in place of
+            ``"megatron"`` is sequence and loss parallelism as well.
         option: For ``"selective"`` only:
 
             - An integer ``k`` (or its digits, ``"2"``): checkpoint the layers number k, 2k, ... of the run as
@@ -91,7 +92,7 @@ def policy(
             says. They change neither which modules are layers nor how matmuls are counted. A layer that contains a
             module of ``never`` does not become a unit; in its place, inner modules that contain none become units. A
             chunked loss must not contain anything pinned.
-        mesh: For ``"ddp"``, ``"fsdp"``, ``"megatron"`` and ``"fsdp + megatron"`` only: the ranks, as for
+        mesh: For ``"ddp"``, ``"fsdp"``, ``"megatron"``, ``"sequence"`` and combinations only: the ranks, as for
             ``sacplan.plan``. The batch of the profile is that of all ranks together.
 
     Returns:

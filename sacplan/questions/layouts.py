@@ -42,7 +42,8 @@ class Layout(Row):
     Attributes:
         mesh: Ranks by axis; empty for a single device.
         name: ``"ddp"`` (DistributedDataParallel), ``"fsdp"`` (``fully_shard`` on the layers and on the model),
-            ``"megatron"`` (``parallelize_module``), ``"fsdp + megatron"``, or ``"search"``.
+            ``"megatron"`` (``parallelize_module``), ``"sequence"`` (the same with sequence and loss parallelism),
+            ``"fsdp + megatron"``, ``"fsdp + sequence"``, or ``"search"``.
         sharding: The mesh, and the styles of modules; None for a single device.
         peak_bytes: Per rank, as ``unplanned_peak_bytes``.
         step_ms: With the plan; where none holds the budget, of the step without recomputation.

@@ -12,7 +12,8 @@ between runs on parts and needs nothing of other ranks. The factor rules of the 
 4. Columns that end in no rows are none either. Then the rest is gone through again, until nothing changes.
 
 A norm between the two, such as one of queries and keys by heads, may have a whole weight: each rank has a summand of
-its gradient, which ``SequenceParallel`` adds up. Other parameters there have no style that would.
+its gradient, which ``SequenceParallel`` adds up. Other parameters there have no style that would, nor have whole
+activations that depend on parameters: pairs around these are none.
 """
 
 from __future__ import annotations
