@@ -1,6 +1,6 @@
 """Which parallelism is fastest for a large model, on every mesh of some devices, and how long does planning take?
 
-    python -m benchmarks.layouts [--runs tiny-4 8b-1 8b-8 8b-64 70b-8 70b-64 70b-1024] [--search]
+    python -m benchmarks.layouts [--runs tiny-4 8b-1 8b-8 8b-64 70b-8 70b-64 70b-1024]
 
 Models: Llama-3-8B's shape and a 70B shape (80 layers of 8,192, 28,672 inside, 64 heads, 8 for keys and values, 128,256
 words), sequences of 8,192 tokens, bfloat16, fused AdamW, on the meta device; everything is predicted. A step of the 8B
@@ -70,11 +70,11 @@ def profiled(shape: str, sequences: int) -> sacplan.Profile:
     return sacplan.profile(published(name, **changes), batch, optimizer=fused_adamw, device=DEVICE)
 
 
-def looked(shape: str, devices: int, sequences: int, *, search: bool) -> Row:
+def looked(shape: str, devices: int, sequences: int) -> Row:
     """Return a run: all ways to spread a step over a number of devices."""
     profile, began = profiled(shape, sequences), time.process_time()
     limit = {"budget": BUDGETS[shape]} if shape in BUDGETS else {"headroom": DEFAULT_HEADROOM}
-    found = sacplan.layouts(profile, devices=devices, search=search, **limit)
+    found = sacplan.layouts(profile, devices=devices, **limit)
     seconds = time.process_time() - began
     rows = [
         {
@@ -172,13 +172,12 @@ def refusals(run: Row) -> Iterator[str]:
 def main() -> None:
     parser = Parser(__doc__, "layouts.json")
     parser.choice("--runs", RUNS)
-    parser.add_argument("--search", action="store_true", help="also search for shardings on each mesh")
     arguments = parser.begin(note=f"; predicted for {DEVICE}", silence=True)
     runs = []
     for name in arguments.runs:
-        runs.append(looked(*RUNS[name], search=arguments.search))
+        runs.append(looked(*RUNS[name]))
         print(f"\n{as_text(runs[-1])}\n{table(runs[-1])}", *refusals(runs[-1]), sep="\n", flush=True)
-        write_results(arguments.json, runs, device=DEVICE, search=arguments.search)
+        write_results(arguments.json, runs, device=DEVICE)
 
 
 if __name__ == "__main__":

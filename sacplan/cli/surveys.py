@@ -210,7 +210,6 @@ def layouts(
     target: o.Target,
     *,
     devices: Annotated[int, o.option("devices")] = 8,
-    search: Annotated[bool, o.option("search", show_default=True)] = False,
     asked: o.BudgetOptions,
     output: Annotated[Path | None, o.output("the plan of the fastest (.json)")] = None,
     hf: o.HfOptions,
@@ -232,7 +231,7 @@ def layouts(
     with stage("tracing and planning", long=True), users_code(f"the step of {target}"):
         found = sacplan.layouts(
             loaded.model, loaded.batch, devices, device=spec, loss_fn=loaded.loss_fn, optimizer=loaded.optimizer,
-            search=search, **given(asked, "device"),
+            **given(asked, "device"),
         )  # fmt: skip
     # ``best`` raises if no layout fits: there is no plan to save then, and one was asked for.
     if output is not None and found.best.plan is not None:

@@ -4,7 +4,7 @@ A way is a list of PyTorch's own calls: ``parallelize_module`` with a style for 
 or replicas. The step of one rank is recorded with these calls, and planned like any other step. The fastest plan
 that holds the budget wins:
 
-1. Make the ways: by name on every mesh, then tensor parallelism that cuts less than ``"megatron"``.
+1. Make the ways on every mesh.
 2. Plan each with a quick solver, by rising step time. A plan only adds time, so this ends as soon as the next way
    is slower without a plan than the best one is with its plan.
 3. Plan the ways within ``_CLOSE`` of the fastest with the solver that was asked for.
@@ -30,7 +30,7 @@ from sacplan.device.devices import DeviceSpec
 from sacplan.distributed.ranks.ranks import Ranks, layers_of
 from sacplan.distributed.sharding.mesh import Mesh
 from sacplan.distributed.sharding.sharding import Sharding
-from sacplan.distributed.sharding.styles import Also, tensor_parallel
+from sacplan.distributed.sharding.styles import tensor_parallel
 from sacplan.errors import PlanError, TraceError
 from sacplan.planning.infeasible import infeasible_on_mesh
 from sacplan.planning.make import Outcome, outcome_of
@@ -39,7 +39,7 @@ from sacplan.planning.request import Request
 from sacplan.profiling.profile import NO_SOURCE, Profile
 from sacplan.techniques.registry import TECHNIQUES
 
-_DATA, _TENSOR, _SEARCH = ("ddp", "fsdp"), ("megatron", "sequence"), "search"
+_DATA, _TENSOR = ("ddp", "fsdp"), ("megatron", "sequence")
 POLICIES = (*_DATA, *_TENSOR)
 """Names of shardings."""
 
@@ -52,7 +52,7 @@ class Spread:
     """A step that is spread over a mesh in one way.
 
     Attributes:
-        name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, ``"sequence"``, ``"fsdp + megatron"`` and the like, or ``"search"``.
+        name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, ``"sequence"``, or ``"fsdp + megatron"`` and the like.
         whole: The profile of the whole model on one device.
         ranks: The mesh, and what PyTorch is told.
     """
@@ -129,31 +129,23 @@ def meshes_of(devices: int, spec: DeviceSpec) -> tuple[Mesh, ...]:
     return tuple(found)
 
 
-def spreads(
-    profile: Profile, mesh: Mesh, names: Sequence[str] | None = None, *, search: bool = False
-) -> Iterator[Spread]:
-    """Yield ways to spread a step over a mesh: the named ones, then those of a search; equal ones once.
+def spreads(profile: Profile, mesh: Mesh, names: Sequence[str] | None = None) -> Iterator[Spread]:
+    """Yield ways to spread a step over a mesh, equal ones once.
 
     Args:
         profile: The profile of the whole model on one device.
         mesh: The ranks. A last axis named ``"tp"`` is for tensor parallelism, all others are for data parallelism.
-        names: Which named ways; None for all of them.
-        search: Whether to yield tensor parallelism that cuts less than ``"megatron"``, too.
+        names: Which ways; None for all of them.
 
     Raises:
         PlanError: The step cannot be spread over this mesh in any of the ways. It says why for each.
     """
-    every: tuple[Also, ...] = ("embeddings", "others")
-    asked = [(name, every) for name in (names_on(mesh) if names is None else names)]
-    asked += [
-        (_SEARCH, less) for less in ((), *((one,) for one in every)) if search and mesh.names[-1] == "tp"
-    ]
     # Several ways are often refused for one reason, which the error then gives once.
     refused: dict[str, list[str]] = {}  # by reason
     seen = set[str]()
-    for name, also in asked:
+    for name in names_on(mesh) if names is None else names:
         try:
-            spread = way(profile, mesh, name, also)
+            spread = way(profile, mesh, name)
             if repr(spread.ranks) in seen:
                 continue
             # Recorded now: if the step cannot run so, the error belongs to this way.
@@ -164,9 +156,7 @@ def spreads(
         seen.add(repr(spread.ranks))
         yield spread
     if not seen:
-        reasons = " ".join(
-            f"{', '.join(dict.fromkeys(names))}: {reason}" for reason, names in refused.items()
-        )
+        reasons = " ".join(f"{', '.join(names)}: {reason}" for reason, names in refused.items())
         raise PlanError(f"the step cannot be spread over mesh {mesh}. {reasons}".rstrip())
 
 
@@ -177,11 +167,8 @@ def names_on(mesh: Mesh) -> tuple[str, ...]:
     return _TENSOR if len(mesh.axes) == 1 else tuple(f"fsdp + {name}" for name in _TENSOR)
 
 
-def way(profile: Profile, mesh: Any, name: str, also: Sequence[Also] = ("embeddings", "others")) -> Spread:
+def way(profile: Profile, mesh: Any, name: str) -> Spread:
     """Return a way to spread a step by its name, one of ``POLICIES`` or ``"fsdp + megatron"``, ``"fsdp + sequence"``.
-
-    ``also`` says what tensor parallelism cuts beside pairs of columns and rows; ``"sequence"`` cuts activations between
-    pairs, too.
 
     Raises:
         PlanError: The name is unknown, ``mesh`` stands for several meshes, PyTorch has no such way on it, or the number
@@ -194,11 +181,11 @@ def way(profile: Profile, mesh: Any, name: str, also: Sequence[Also] = ("embeddi
         )
     mesh, words = meshes[0], name.split(" + ")
     both = [f"{data} + {tensor}" for data in _DATA for tensor in _TENSOR]
-    if name not in (*POLICIES, *both, _SEARCH):
+    if name not in (*POLICIES, *both):
         raise PlanError(
             f"sharding {name!r} is not known; it is one of {', '.join(map(repr, (*POLICIES, *both)))}."
         )
-    has_tensors = words[-1] in (*_TENSOR, _SEARCH)
+    has_tensors = words[-1] in _TENSOR
     data = Mesh(mesh.axes[:-1] if has_tensors else mesh.axes)
     if has_tensors and data.size > 1 and words[0] in ("ddp", *_TENSOR):
         raise PlanError(
@@ -209,10 +196,12 @@ def way(profile: Profile, mesh: Any, name: str, also: Sequence[Also] = ("embeddi
     if has_tensors:
         if profile.source is None:
             raise PlanError(NO_SOURCE)
-        if words[-1] == "sequence":
-            also = (*also, "sequence")
         styles = tensor_parallel(
-            profile.recorded, profile.fingerprint, profile.source.model, mesh.axes[-1], also
+            profile.recorded,
+            profile.fingerprint,
+            profile.source.model,
+            mesh.axes[-1],
+            words[-1] == "sequence",
         )
     units = (
         None
@@ -326,7 +315,7 @@ def _fastest(request: Request, profile: Profile, mesh: Any) -> Outcome:
     refused: list[str] = []
     for each in meshes:
         try:
-            ways += spreads(profile, each, search=True)
+            ways += spreads(profile, each)
         except PlanError as error:
             refused.append(str(error))
     # One mesh may be refused as long as there is another. The reasons count only if there is none.

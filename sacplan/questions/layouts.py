@@ -43,7 +43,7 @@ class Layout(Row):
         mesh: Ranks by axis; empty for a single device.
         name: ``"ddp"`` (DistributedDataParallel), ``"fsdp"`` (``fully_shard`` on the layers and on the model),
             ``"megatron"`` (``parallelize_module``), ``"sequence"`` (the same with sequence and loss parallelism),
-            ``"fsdp + megatron"``, ``"fsdp + sequence"``, or ``"search"``.
+            ``"fsdp + megatron"``, or ``"fsdp + sequence"``.
         sharding: The mesh, and the styles of modules; None for a single device.
         peak_bytes: Per rank, as ``unplanned_peak_bytes``.
         step_ms: With the plan; where none holds the budget, of the step without recomputation.
@@ -170,7 +170,6 @@ def layouts(
     headroom: float | str | None = None,
     solver: str | Solver = "best",
     techniques: Sequence[str] | None = None,
-    search: bool = False,
 ) -> Layouts:
     """Plan a step on each mesh of a number of devices, to see which parallelism to use.
 
@@ -187,7 +186,6 @@ def layouts(
         loss_fn, optimizer, trace: As for ``sacplan.profile``.
         headroom: As for ``sacplan.max_batch``.
         solver, techniques: As for ``sacplan.plan``, on each rank.
-        search: Whether to try tensor parallelism that cuts less than ``"megatron"``, too. This takes longer.
 
     Returns:
         The layouts, the fastest that fits first: peaks in bytes per rank, times in ms.
@@ -217,7 +215,7 @@ def layouts(
     for mesh in resolve_mesh(n, whole.spec) if n > 1 else ():
         begins(f"mesh {mesh}")
         try:
-            ways = list(spreads(whole, mesh, search=search))
+            ways = list(spreads(whole, mesh))
         except PlanError as error:
             # A mesh that the step cannot be spread over says nothing about the others.
             refused.append(str(error))

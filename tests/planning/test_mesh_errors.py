@@ -207,4 +207,4 @@ def test_a_number_of_devices_cuts_tensors_on_the_axis_for_them() -> None:
     found = sacplan.plan(profile(), "100%", mesh=2, techniques=BOTH)
     assert found.ranks.sharding is not None
     name, axes = found.provenance.options["sharding"], found.ranks.sharding.mesh.names
-    assert name == "search" or (name.split(" + ")[-1] in ("megatron", "sequence")) == ("tp" in axes)
+    assert (name.split(" + ")[-1] in ("megatron", "sequence")) == ("tp" in axes)

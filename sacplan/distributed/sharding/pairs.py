@@ -179,15 +179,12 @@ class _Walk:
 
     def _outputs(self, op: Op, have: list[Placement]) -> tuple[Placement, ...] | None:
         """Return the placements of what an op makes of inputs that lie so; None if it needs other ranks."""
-        shapes = tuple(self._shown(self.program.tensors[t]) for t in (*op.inputs, *op.outputs))
+        tensors = [self.program.tensors[t] for t in (*op.inputs, *op.outputs)]
+        shapes = tuple((t.shape, t.stride, t.dtype) for t in tensors)
         key = op.name, op.arguments, shapes, tuple(have)
         if key not in self._known:
             self._known[key] = self._worked_out(op, have)
         return self._known[key]
-
-    @staticmethod
-    def _shown(t: Tensor) -> tuple[Any, ...]:
-        return t.shape, t.stride, t.dtype
 
     def _worked_out(self, op: Op, have: list[Placement]) -> tuple[Placement, ...] | None:
         func = op_named(op.name)

@@ -10,8 +10,7 @@ are whole (``replicated.py``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
-from typing import Literal, TypeAlias
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
@@ -22,10 +21,6 @@ from sacplan.distributed.sharding.pairs import pairs_of
 from sacplan.distributed.sharding.sharding import CLASSES
 from sacplan.errors import PlanError
 
-Also: TypeAlias = Literal["embeddings", "others", "sequence"]
-"""What may be cut besides pairs; ``"sequence"``: also the activations between them, and the loss."""
-
-_ALSO = {"Embedding": "embeddings", "Linear": "others"}
 _GATHERED = "ColwiseParallel(output_layouts=Replicate())"
 
 
@@ -34,7 +29,7 @@ def tensor_parallel(
     fingerprint: Fingerprint,
     model: nn.Module,
     axis: tuple[str, int],
-    also: Collection[Also] = (),
+    sequence: bool = False,
 ) -> dict[str, str]:
     """Return the styles of modules, an expression each, by name, or by pattern where all layers are alike.
 
@@ -43,7 +38,7 @@ def tensor_parallel(
         fingerprint: of the model.
         model: the model.
         axis: name and number of ranks.
-        also: what is cut besides pairs.
+        sequence: whether activations between pairs, and the loss, are cut as well.
 
     Raises:
         PlanError: nothing can be cut so over so many ranks.
@@ -52,21 +47,21 @@ def tensor_parallel(
     pairs = pairs_of(program, fingerprint.parameters, tuple(kinds.items()), ranks)
     styles = {}
     for name, kind in kinds.items():
-        weight = getattr(model.get_submodule(name), "weight", None)
+        dim = kind == "Embedding"  # the vocabulary of a head, the features of an embedding
         if name in pairs.columns:
             styles[name] = "ColwiseParallel()"
         elif name in pairs.rows:
             styles[name] = "RowwiseParallel()"
         elif name in pairs.norms:
             styles[name] = f"SequenceParallel(sequence_dim={pairs.norms[name]}, use_local_output=True)"
-        elif _ALSO.get(kind) in also and weight is not None and not weight.shape[kind == "Embedding"] % ranks:
+        elif kind in ("Embedding", "Linear") and not model.get_parameter(f"{name}.weight").shape[dim] % ranks:
             styles[name] = _GATHERED
     if not styles:
         raise PlanError(
             f"{ranks} ranks of axis {axis[0]!r} divide no nn.Linear or nn.Embedding of "
             f"{fingerprint.model_class} that parallelize_module could cut: choose another number of ranks."
         )
-    if "sequence" in also:
+    if sequence:
         styles |= dict(_along_sequences(program, model, styles, ranks))
     # Parameters that are whole are DTensors as well: optimizers do not take both kinds together.
     everywhere = {name: styles.get(name, "Replicated()") for name in kinds}
@@ -89,12 +84,10 @@ def _along_sequences(
             cut = (
                 f"output_layouts=Shard({len(program.tensors[program.ops[inside[-1]].outputs[0]].shape) - 2})"
             )
-            if isinstance(module, nn.Linear):
-                yield name, f"RowwiseParallel({cut}, use_local_output=False)"
-            elif style and not module.weight.shape[0] % ranks:
-                yield name, f"RowwiseParallel(input_layouts=Replicate(), {cut}, use_local_output=False)"
-            else:
-                yield name, f"Replicated({cut})"
+            given = "" if isinstance(module, nn.Linear) else "input_layouts=Replicate(), "
+            is_cut = not given or (style and not module.weight.shape[0] % ranks)
+            rows = f"RowwiseParallel({given}{cut}, use_local_output=False)"
+            yield name, rows if is_cut else f"Replicated({cut})"
         elif isinstance(module, nn.Linear):
             for maker in {_maker(program, s) for i in inside for s in program.ops[i].reads}:
                 if maker not in (name, *styles) and any(
