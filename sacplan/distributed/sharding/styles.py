@@ -85,7 +85,7 @@ def _along_sequences(
                 f"output_layouts=Shard({len(program.tensors[program.ops[inside[-1]].outputs[0]].shape) - 2})"
             )
             given = "" if isinstance(module, nn.Linear) else "input_layouts=Replicate(), "
-            is_cut = not given or (style and not module.weight.shape[0] % ranks)
+            is_cut = not given or (style and not model.get_parameter(f"{name}.weight").shape[0] % ranks)
             rows = f"RowwiseParallel({given}{cut}, use_local_output=False)"
             yield name, rows if is_cut else f"Replicated({cut})"
         elif isinstance(module, nn.Linear):
