@@ -221,7 +221,8 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         """Return the innermost module call that contains all of these, or is one of them; -1 if there is none."""
         # An op outside of all calls has an empty path, so that nothing is common.
         paths = [{scope, *self.ancestors(scope)} - {ROOT_SCOPE} for scope in scopes]
-        return max(set.intersection(*paths), default=ROOT_SCOPE) if paths else ROOT_SCOPE  # parents come first
+        # Parents come first.
+        return max(set.intersection(*paths), default=ROOT_SCOPE) if paths else ROOT_SCOPE
 
     def ops_in(self, scope: int) -> range:
         """Return the ops that ran in one module call."""
