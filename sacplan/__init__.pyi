@@ -53,7 +53,6 @@ from .solvers.milp import Milp
 from .solvers.rotor.chain import Chain
 from .solvers.rotor.rotor import RotorResult, rotor
 from .solvers.rotor.sequences import Rotor
-from .solvers.uniform import Uniform
 
 __all__ = [
     "DDP",
@@ -97,7 +96,6 @@ __all__ = [
     "ShapePlan",
     "Strategies",
     "Strategy",
-    "Uniform",
     "UnitPlan",
     "Verdict",
     "Verification",

@@ -26,7 +26,6 @@ import numpy.typing as npt
 
 from sacplan.core.elements import ROOT_SCOPE, Event, Patch, Phase, StorageKind, pattern_of
 from sacplan.core.recording import Recording
-from sacplan.core.rewriting import Table
 
 Bytes = npt.NDArray[np.int64]
 
@@ -55,17 +54,19 @@ class Fold:
         self._program = program
         self._patch = patch
         self._n_ops = len(program.ops)
-        # A fold asks for one at almost every event, and without a patch the program's tuples serve as they are.
+        # By index, without a patch as the program has them, else with those of the patch behind them.
         self._sizes: Any = list(program.first_bytes) if program.resizes else program.storage_bytes
         self._handles: Any = program.handle_storages
         self._instances: Any = program.instance_storages
         if patch is not _NO_PATCH:
-            # Those of the program, followed by those of the patch, without a copy: there is a fold for each option.
-            self._sizes = Table(program.first_bytes, patch.storage_bytes, patch.resized.items())
-            self._handles = Table(program.handle_storages, patch.handle_storages)
+            # Lists, although there is a fold for each option: it asks at almost every event.
+            self._sizes = [*program.first_bytes, *patch.storage_bytes]
+            for s, n_bytes in patch.resized.items():
+                self._sizes[s] = n_bytes
+            self._handles = [*program.handle_storages, *patch.handle_storages]
             # An added instance may be on a handle of the program or on an added one.
             added = map(self._handles.__getitem__, patch.instance_handles)
-            self._instances = Table(program.instance_storages, added)
+            self._instances = [*program.instance_storages, *added]
         self.holders: dict[int, int] = defaultdict(int)
         self.live = self.noted = self.host = 0
         self._between = 0  # the most that was alive while a storage was resized since the last op

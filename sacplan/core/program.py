@@ -219,20 +219,10 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
 
     def common_scope(self, scopes: Iterable[int]) -> int:
         """Return the innermost module call that contains all of these, or is one of them; -1 if there is none."""
-        common: list[int] | None = (
-            None  # the path, from the outermost call inwards, that all scopes so far share
-        )
-        for scope in scopes:
-            # An op outside of all calls has an empty path, so that nothing is common from there on.
-            path = [scope, *self.ancestors(scope)][::-1] if scope != ROOT_SCOPE else []
-            if common is None:
-                common = path
-            else:
-                same = 0
-                while same < min(len(common), len(path)) and common[same] == path[same]:
-                    same += 1
-                common = common[:same]
-        return common[-1] if common else ROOT_SCOPE
+        # An op outside of all calls has an empty path, so that nothing is common.
+        paths = [{scope, *self.ancestors(scope)} - {ROOT_SCOPE} for scope in scopes]
+        # Parents come first.
+        return max(set.intersection(*paths), default=ROOT_SCOPE) if paths else ROOT_SCOPE
 
     def ops_in(self, scope: int) -> range:
         """Return the ops that ran in one module call."""

@@ -235,14 +235,12 @@ class _Effects:
         self.ends = np.cumsum([op.time_ms for op in program.ops])
         self.edges = np.linspace(0.0, self.ends[-1] if len(self.ends) else 0.0, _WINDOWS + 1)
         self._starts = np.array([int(op) for op in self.first_op if op >= 0])
-        self.base = self._with_first(np.maximum.reduceat(self.liveness.at_op, self._starts))
+        # No op runs in interval 0, so its base is what is alive before the first event.
+        peaks = np.maximum.reduceat(self.liveness.at_op, self._starts)
+        self.base = np.append(np.int64(self.liveness.initial_bytes), peaks)
         ends = np.append(self._starts[1:], len(program.ops))
         self._lengths = ends - self._starts
         self._last_event = self.liveness.op_events[ends - 1]
-
-    def _with_first(self, by_interval: Bytes) -> Bytes:
-        # No op runs in interval 0, so its base is what is alive before the first event.
-        return np.concatenate([np.array([self.liveness.initial_bytes], dtype=np.int64), by_interval])
 
     def _intervals(self) -> list[int]:
         """Return the first op of each run of ops of one region in one phase; -1 stands for the state before the step.

@@ -46,6 +46,7 @@ from sacplan.techniques.registry import TECHNIQUES
 
 # Far below the error of predicted times, which is some per cent.
 _OPTIMAL = 2e-3  # no other solver is asked if a plan is above the bound by at most this share of its cost
+# On three of the golden models, at four budgets, 1 to 8 further searches and 0 to .1 of the step find the same plans.
 _FURTHER = 4  # further searches of one choice, first about the smallest peak alone
 _DEAR = 0.02  # share of the step's cost that a plan may add without further offers being asked for
 # Narrower technique sets without a bound are tried only for plans that cost more than this share of the step. Tried

@@ -59,8 +59,8 @@ def plan(
             ``InfeasibleBudget`` reports as ``smallest_feasible_bytes``. That search takes longer.
         headroom: Instead of a budget, memory of the device that the peak has to leave free: a share of it (``0.05``,
             ``"5%"``) or bytes (``"2GiB"``). What torch reserves does not count then.
-        solver: ``"milp"``, ``"greedy"``, ``"uniform"``, or an object such as ``sacplan.Milp(gap=1e-4)``. ``"best"``
-            asks greedy, and milp if the plan of greedy is not at the lower bound, and takes the cheaper plan.
+        solver: ``"milp"``, ``"greedy"``, or an object such as ``sacplan.Milp(gap=1e-4)``. ``"best"`` asks greedy, and
+            milp if the plan of greedy is not at the lower bound, and takes the cheaper plan.
             ``"rotor"`` (``sacplan.Rotor``) plans models that are a chain. Its plans cost more, but its smallest peak
             may be lower, since it may recompute a value several times. It always minimises time. If neither greedy nor
             milp holds the budget, ``"best"`` asks ``sacplan.Rotor(stages=48)``.

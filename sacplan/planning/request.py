@@ -20,7 +20,6 @@ from sacplan.solvers.greedy import Greedy
 from sacplan.solvers.milp import Milp
 from sacplan.solvers.rotor.sequences import Rotor
 from sacplan.solvers.solvers import Solver
-from sacplan.solvers.uniform import Uniform
 from sacplan.techniques.base.step import Objective, PlanStep
 from sacplan.techniques.base.technique import StepSolver
 from sacplan.techniques.registry import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES, resolve_techniques
@@ -107,7 +106,6 @@ def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolve
     known: dict[str, list[Solver | StepSolver]] = {
         "milp": [Milp()],
         "greedy": [Greedy()],
-        "uniform": [Uniform()],
         "rotor": [Rotor()],
         "best": [Greedy(), Milp()],
     }

@@ -92,7 +92,7 @@ def frontier(
     Args:
         profile: A profile from ``sacplan.profile``, or the path of one.
         points: Number of budgets, evenly spaced; 2 to 1000.
-        solvers: Names or solver objects. The default is milp, greedy and uniform, and rotor if the model is a chain; in
+        solvers: Names or solver objects. The default is milp and greedy, and rotor if the model is a chain; in
             inference it is best.
         objective: The amount of recomputation that solvers minimise, see ``sacplan.plan``.
         policies: Whether to add a row for each of the modes that people use by hand (``sacplan.policy``): full, every
@@ -116,7 +116,7 @@ def frontier(
     if not 2 <= points <= MAX_POINTS:
         raise PlanError(f"points={points}: a frontier has 2 to {MAX_POINTS} budgets.")
     if solvers is None:
-        solvers = ("milp", "greedy", "uniform", *(("rotor",) if _may_use_rotor(profile, never) else ()))
+        solvers = ("milp", "greedy", *(("rotor",) if _may_use_rotor(profile, never) else ()))
         # In inference all would give the same plan: chunks have a search of their own. A compiled step is run with
         # each plan, dry, which takes long.
         if profile.mode == "inference" or profile.runs_compiled:

@@ -1,1 +1,1 @@
-"""Solvers of problems that are made of numbers: one option for each choice. Integer program, greedy, uniform."""
+"""Solvers of problems that are made of numbers: one option for each choice. Integer program, greedy."""

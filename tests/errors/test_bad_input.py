@@ -77,7 +77,7 @@ def given(tmp_path_factory):
         "policy": (sacplan.policy, {"mode": "full", "profile": profile}),
         "frontier": (
             sacplan.frontier,
-            {"profile": profile, "points": 2, "policies": False, "solvers": ("uniform",)},
+            {"profile": profile, "points": 2, "policies": False, "solvers": ("greedy",)},
         ),
         "apply": (sacplan.apply, {"model": model, "plan": plan}),
         "verify": (sacplan.verify, {"model": model, "batch": batch, "plan": plan}),
@@ -454,7 +454,7 @@ def test_paths_are_accepted(files, kind, tmp_path):
         first, second = map(table, both)
         assert first.equals(second)
     assert sacplan.Report(recorded, planned).write_snapshot(tmp_path / "a.pickle").stat().st_size
-    frontier = sacplan.frontier(recorded, 2, ["uniform"], policies=False)
+    frontier = sacplan.frontier(recorded, 2, ["greedy"], policies=False)
     assert len(frontier)
     assert sacplan.Report(recorded, planned, frontier).write(tmp_path / "a.html").stat().st_size
     sacplan.Report(recorded, planned).memory_figure()

@@ -76,7 +76,6 @@ SOLVERS: dict[str, Any] = {
     "best": "best",
     "milp": "milp",
     "greedy": "greedy",
-    "uniform": "uniform",
     "rotor": sacplan.Rotor(stages=12),
 }
 

@@ -113,11 +113,7 @@ class _CallTree:
 
     def is_barred(self, fqn: str) -> bool:
         """Whether pins forbid a module as a unit, but allow units in it: then it has to be split."""
-        program, pins = self.program, self._pins
-        if pins.may_be_a_unit(program, fqn):
-            return False
-        inside = {scope for scope in range(len(program.scopes)) if pins.widest_unit(scope) == scope}
-        return any(call in program.ancestors(scope) for call in program.calls[fqn] for scope in inside)
+        return self._pins.units_in(self.program, fqn) not in ([fqn], [])
 
     def is_leaf(self, fqn: str) -> bool:
         return fqn in self.program.leaf_fqns or fqn not in self.children
