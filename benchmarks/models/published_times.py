@@ -108,12 +108,22 @@ def _timm(row: Mapping[str, Any]) -> Step:
     )
 
 
+def _torchvision_1_7(setting: Mapping[str, Any]) -> Built:
+    """Build a model of torchvision, whose ReLU6 saved its result, as ReLU does, until PyTorch 1.10 (pytorch#95432)."""
+    built = _vision(setting, channels_last=False, half=True, optimizer=None)
+    for module in built.model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ReLU6):
+                setattr(module, name, nn.ReLU(inplace=True))
+    return built
+
+
 def _torchvision(row: Mapping[str, Any]) -> Step:
     """Return a step of pytorch-gpu-benchmark (``benchmark_models.py``), whose clock runs from one wait to the next."""
     setting = row["setting"]
     images, pixels = setting["batch"], setting["image"] ** 2
     return Step(
-        build=functools.partial(_vision, setting, channels_last=False, half=True, optimizer=None),
+        build=functools.partial(_torchvision_1_7, setting),
         points=(),
         device="a100-40gb",
         samples=images,
