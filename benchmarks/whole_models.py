@@ -1,26 +1,40 @@
-"""What does a step cost that trains all weights of a model which the GPU does not hold?
+"""What does a step cost that trains all weights of a model, or a sequence, which the GPU does not hold?
 
-    python -m benchmarks.whole_models
-    python -m benchmarks.whole_models --table      # puts the table on docs/offload.md
+    python -m benchmarks.whole_models [--cases 'Llama-3-8B on 24GB' 'gemma-2-2b-h100, 16384']
+    python -m benchmarks.whole_models --table      # puts both tables on docs/offload.md
 
-A row is a step in bfloat16 on one GPU, with torchao's optimizer on the host, to which gradients leave
-at once (``adamw-offload-gradients``). The plan may recompute, slice and offload, weights included, and has to fit the
-GPU.
+A row is a step in bfloat16 on one GPU, with torchao's optimizer on the host, to which gradients leave at once
+(``adamw-offload-gradients``), on the meta device; nothing is computed. The plan may recompute, slice and offload,
+weights included. The file keeps the rows that a run does not make again. ``planning_s`` is processor time.
+
+A plan of ``MODELS`` has to fit the GPU. One of ``SEQUENCES`` has the device's memory less 15 %, or the smallest peak
+for 8,192 tokens; its host is what the device's row says of it, or all that a machine with eight such devices has
+(``-node``). Such a row has the peaks of a fake step with the plan, too, on the device and on the host.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable
 
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.plans import as_budget
 from benchmarks.harness.results import GIB, Row
 from benchmarks.harness.table import PageTable, markdown_table
+from benchmarks.models import chunk_models
+from benchmarks.models.cases import Case
 from sacplan.cli.targets import load_target
+from sacplan.device.devices import resolve_device
 from sacplan.integrations.hf.target import ModelOptions
+from sacplan.planning.limits import DEFAULT_HEADROOM
 
-CASES = {
+TECHNIQUES = ("recompute", "chunk", "offload")
+OPTIMIZER = "adamw-offload-gradients"
+SHORT = 8192
+
+MODELS = {
     "Llama-3-8B on 24GB": ("meta-llama/Meta-Llama-3-8B", 1, 8192, "24GB", "128GiB"),
     "Qwen2.5-7B on h100": ("Qwen/Qwen2.5-7B", 1, 8192, "h100", "256GiB"),
     "Llama-3-70B on h100": ("meta-llama/Meta-Llama-3-70B", 1, 8192, "h100", "1024GiB"),
@@ -29,36 +43,69 @@ CASES = {
 }
 """Model, sequences and their tokens, GPU, and memory of the host. For the last one, DeepSpeed's speed is published."""
 
+SEQUENCES = {
+    "llama-3-8b-h100": ("llama-3-8b", "h100", (262144,), 1),
+    "llama-3-8b-h100-node": ("llama-3-8b", "h100", (524288, 655360), 8),
+    "gemma-2-2b-h100": ("gemma-2-2b", "h100", (16384,), 1),
+    "llama-3.2-1b-4090": ("llama-3.2-1b", "rtx-4090", (262144,), 1),
+    "llama-3.2-3b-4090": ("llama-3.2-3b", "rtx-4090", (131072,), 1),
+}
+"""One of ``chunk_models.OFFLOADED``, a device, lengths, and how many devices' shares of the host a step may take."""
+
+LENGTHS = {
+    f"{name}, {tokens}": (name, tokens) for name, of in SEQUENCES.items() for tokens in (SHORT, *of[2])
+}
+
 
 def row_of(case: str) -> Row:
-    """Return the row of a model on a GPU."""
-    model, batch, seq, device, host = CASES[case]
-    options = ModelOptions(dtype="bfloat16", seq=seq, batch=batch, optimizer="adamw-offload-gradients")
-    target = load_target(f"hf:{model}", options)
-    profile = sacplan.profile(target.model, target.batch, target.loss_fn, target.optimizer, device=device)
-    parameters = list(target.model.parameters())
+    """Return the row of a model or of a sequence."""
+    if case in MODELS:
+        model, batch, seq, device, host = MODELS[case]
+        options = ModelOptions(dtype="bfloat16", seq=seq, batch=batch, optimizer=OPTIMIZER)
+        target = load_target(f"hf:{model}", options)
+        step = Case(target.model, target.batch, target.loss_fn, target.optimizer)
+        return _planned(step, device, None, host) | {"case": case, "tokens": batch * seq}
+    name, tokens = LENGTHS[case]
+    model, device, _, shares = SEQUENCES[name]
+    spec = resolve_device(device)
+    budget_bytes = spec.memory_bytes - int(DEFAULT_HEADROOM * spec.memory_bytes)
+    budget = "smallest" if tokens == SHORT else as_budget(budget_bytes)
+    step = dataclasses.replace(chunk_models.OFFLOADED[model](tokens), optimizer=OPTIMIZER)
+    row = _planned(step, device, budget, as_budget(shares * spec.host_memory_bytes), runs_fake=True)
+    return row | {"case": case, "tokens": tokens, "model": model, "budget_bytes": budget_bytes}
+
+
+def _planned(
+    case: Case, device: str, budget: str | None, host_budget: str, *, runs_fake: bool = False
+) -> Row:
+    profile = case.profile(device)
+    parameters = list(case.model.parameters())
     row: Row = {
-        "case": case,
-        "tokens": batch * seq,
+        "device": device,
         "parameters": sum(p.numel() for p in parameters),
         "weights_bytes": sum(p.nbytes for p in parameters),
         "plain_peak_bytes": profile.peak_bytes,
         "plain_step_ms": profile.step_ms,
-        "host_budget": host,
+        "host_budget": host_budget,
         "optimizer_host_bytes": profile.optimizer_host_bytes,
     }
     began = time.process_time()
     try:
-        plan = sacplan.plan(profile, techniques=("recompute", "chunk", "offload"), host_budget=host)
+        plan = sacplan.plan(profile, budget, techniques=TECHNIQUES, host_budget=host_budget)
     except sacplan.InfeasibleBudget as error:
         return row | {"held": False, "smallest_bytes": error.smallest_feasible_bytes}
-    return row | {
+    row |= {
         "held": True,
-        "planning_cpu_s": time.process_time() - began,
+        "planning_s": time.process_time() - began,
         "peak_bytes": plan.peak_bytes,
         "step_ms": plan.planned_ms,
         "host_bytes": plan.host_bytes,
+        "share": (plan.recompute_ms + plan.added_ms) / profile.step_ms,
     }
+    if runs_fake:
+        fake = case.verify(plan)
+        row |= {"fake_peak_bytes": fake.peak_bytes, "fake_host_bytes": fake.host_bytes}
+    return row
 
 
 def tflops(row: Row) -> float:
@@ -81,17 +128,44 @@ def _cells(row: Row) -> list[str]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return the table of the page."""
+    """Return the table of models."""
     heads = "model | weights | as it is | with the plan | on the host: plan, optimizer | tokens/s | TFLOP/s"
-    return markdown_table(heads, map(_cells, rows))
+    return markdown_table(heads, [_cells(row) for row in rows if row["case"] in MODELS])
 
 
-TABLE = PageTable("whole_models", "offload.md", table)
+def _cells_of_length(row: Row) -> list[str]:
+    is_short = row["tokens"] == SHORT
+    host_gib = int(row["host_budget"].removesuffix("B")) / GIB
+    about = [
+        f"`{row['model']}`",
+        f"`{row['device']}`, {row['budget_bytes'] / GIB:.1f} GiB; {host_gib:.0f} GiB",
+    ]
+    return [
+        *(about if is_short else ["", ""]),
+        f"{row['tokens']:,} tokens{', smallest peak' * is_short}",
+        f"{row['peak_bytes'] / GIB:.2f} GiB",
+        f"{row['host_bytes'] / GIB:.1f}, {row['optimizer_host_bytes'] / GIB:.1f} GiB",
+        f"{row['share']:+.1%}".replace("%", " %"),
+        f"{row['planning_s']:.0f} s",
+    ]
+
+
+def table_of_lengths(rows: Iterable[Row]) -> str:
+    """Return the table of sequences; a model is named once."""
+    heads = "model | device; host | step | peak | on the host: activations, optimizer | time | planned in"
+    found = {row["case"]: row for row in rows}
+    return markdown_table(heads, [_cells_of_length(found[case]) for case in LENGTHS])
+
+
+TABLES = (
+    PageTable("whole_models", "offload.md", table),
+    PageTable("whole_models", "offload.md", table_of_lengths, ", sequences"),
+)
 
 
 def main() -> None:
-    parser = Parser(__doc__, "whole_models.json", TABLE)
-    parser.choice("--cases", CASES)
+    parser = Parser(__doc__, "whole_models.json", *TABLES)
+    parser.choice("--cases", [*MODELS, *LENGTHS])
     arguments = parser.begin(silence=True)
     run_cases(arguments.cases, lambda case: [row_of(case)], arguments.json, key="case")
 

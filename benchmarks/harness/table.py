@@ -33,11 +33,13 @@ class PageTable(NamedTuple):
         command: the module's name in ``benchmarks``.
         page: the page's name in ``docs``.
         write: makes the table of the rows of the file.
+        which: of several tables of a module, as the mark says it.
     """
 
     command: str
     page: str
     write: Callable[[list[Row]], str]
+    which: str = ""
 
     @property
     def path(self) -> Path:
@@ -46,7 +48,8 @@ class PageTable(NamedTuple):
 
     def put(self, rows: list[Row]) -> None:
         """Put the table of these rows on the page."""
-        begin, end = f"<!-- table: python -m benchmarks.{self.command} --table -->\n", "<!-- end of table -->"
+        begin = f"<!-- table: python -m benchmarks.{self.command} --table{self.which} -->\n"
+        end = "<!-- end of table -->"
         before, _, rest = self.path.read_text(encoding="utf-8").partition(begin)
         text = f"{before}{begin}\n{self.write(rows)}\n\n{end}{rest.partition(end)[2]}"
         self.path.write_text(text, encoding="utf-8")

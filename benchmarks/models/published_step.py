@@ -99,6 +99,7 @@ class Step:
         adds_gradients: whether the loop sets gradients to zero and adds to them, as ``zero_grad`` did before torch 2.0.
         pageable_bytes: copied to the GPU in each step of a loop that waits for the GPU between steps; 0: it does not.
         asks: values that its loop asks the GPU for one after the other, beside the model.
+        tf32: whether float32 matrix products may run as TF32. Convolutions may by default.
         group: the class of steps that its time belongs to, in the table of times; empty: none.
         assumed: whether what is not known decides the figure.
         missing: what the step had that the prediction has not.
@@ -122,6 +123,7 @@ class Step:
     adds_gradients: bool = False
     pageable_bytes: int = 0
     asks: int = 0
+    tf32: bool = False
     group: str = ""
     assumed: bool = False
     missing: str = ""
@@ -145,6 +147,9 @@ class Step:
             options["accumulation_steps"] = 2
         built = self.build()
         with ExitStack() as stack:
+            if self.tf32:
+                stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+                torch.set_float32_matmul_precision("high")
             if self.spread is not None:
                 stack.enter_context(sacplan.ranks(self.ranks, device=spec))
                 self.spread(built.model)

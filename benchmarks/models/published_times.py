@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import sacplan
 from benchmarks.harness.results import ROOT
 from benchmarks.models import published_networks as networks
+from benchmarks.models.cases import fused_adamw
 from benchmarks.models.published_prime_rl import prime_rl
 from benchmarks.models.published_step import MIXED, Built, Point, Step, empty, foreach_adamw
 from sacplan.device.devices import DeviceSpec, resolve_device
@@ -52,7 +53,9 @@ def _images(batch: int, size: int, dtype: torch.dtype, layout: torch.memory_form
 _NESTEROV = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=False)
 
 
-def _vision(setting: Mapping[str, Any], *, channels_last: bool, half: bool, optimizer: Any) -> Built:
+def _vision(
+    setting: Mapping[str, Any], *, channels_last: bool, half: bool, optimizer: Any, autocast: bool = True
+) -> Built:
     """Build a model of timm or torchvision by its name, "timm resnet50"."""
     package, name = setting["model"].split()
     with torch.device("meta"):
@@ -68,7 +71,9 @@ def _vision(setting: Mapping[str, Any], *, channels_last: bool, half: bool, opti
     if setting["mode"] == "inference":
         run = functools.partial(_in_float16, lambda model, batch: model(*batch))
         return Built(model=model.eval(), batch=(images,), loss_fn=run)
-    loss = _from_zero if half else functools.partial(_in_float16, _classified)
+    loss = _from_zero if half else _classified
+    if autocast and not half:
+        loss = functools.partial(_in_float16, _classified)
     return Built(model=model, batch=(images, empty(setting["batch"])), loss_fn=loss, optimizer=optimizer)
 
 
@@ -103,12 +108,22 @@ def _timm(row: Mapping[str, Any]) -> Step:
     )
 
 
+def _torchvision_1_7(setting: Mapping[str, Any]) -> Built:
+    """Build a model of torchvision, whose ReLU6 saved its result, as ReLU does, until PyTorch 1.10 (pytorch#95432)."""
+    built = _vision(setting, channels_last=False, half=True, optimizer=None)
+    for module in built.model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ReLU6):
+                setattr(module, name, nn.ReLU(inplace=True))
+    return built
+
+
 def _torchvision(row: Mapping[str, Any]) -> Step:
     """Return a step of pytorch-gpu-benchmark (``benchmark_models.py``), whose clock runs from one wait to the next."""
     setting = row["setting"]
     images, pixels = setting["batch"], setting["image"] ** 2
     return Step(
-        build=functools.partial(_vision, setting, channels_last=False, half=True, optimizer=None),
+        build=functools.partial(_torchvision_1_7, setting),
         points=(),
         device="a100-40gb",
         samples=images,
@@ -119,16 +134,29 @@ def _torchvision(row: Mapping[str, Any]) -> Step:
 
 
 def _examples(row: Mapping[str, Any]) -> Step:
-    """Return a step of NVIDIA's DeepLearningExamples, with a batch of 256 for ResNet-50, else of 128."""
-    timm = {"resnet50": ("resnet50", 256), "resnext101_32x4d": ("resnext101_32x4d", 128)}
-    name, batch = timm[row["id"].split("-")[1]]
-    setting = {"model": f"timm {name}", "batch": batch, "image": 224, "mode": "train"}
+    """Return a step of NVIDIA's DeepLearningExamples, or of others in float32."""
+    setting = row["setting"]
+    precision = setting["precision"]
+    if setting["model"] == "transformers bert-large":
+        build = functools.partial(_bert_large, setting["batch"], setting["seq"])
+    else:
+        build = functools.partial(
+            _vision,
+            setting,
+            channels_last=setting["layout"] == "channels_last",
+            half=False,
+            optimizer=_NESTEROV,
+            autocast="autocast" in precision,
+        )
+    group = {"TF32": "TF32 on an A100", "float32": "float32 on a V100"}
     return Step(
-        build=functools.partial(_vision, setting, channels_last=True, half=False, optimizer=_NESTEROV),
+        build=build,
         points=(),
-        device="a100-80gb",
-        samples=batch,
-        group="vision training on an A100",
+        device=row["device"],
+        samples=setting["batch"] * setting.get("accumulation", 1),
+        accumulation=setting.get("accumulation", 1),
+        tf32=precision == "TF32",
+        group=group.get(precision, "vision training on an A100"),
     )
 
 
@@ -224,6 +252,21 @@ def _fms(row: Mapping[str, Any]) -> Step:
     )
 
 
+def _bert_large(batch: int, seq: int) -> Built:
+    """Build BERT-large, pre-trained, with attention in single ops."""
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=30528, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16,
+        intermediate_size=4096, attn_implementation="eager",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.BertForPreTraining(config).train()
+    names = ("input_ids", "token_type_ids", "attention_mask", "labels")
+    inputs = {name: empty(batch, seq) for name in names} | {"next_sentence_label": empty(batch)}
+    return Built(model=model, batch=inputs, optimizer=fused_adamw)
+
+
 def _t5(row: Mapping[str, Any]) -> Step:
     def build() -> Built:
         import transformers
@@ -245,6 +288,7 @@ _MAKERS = {
     "timm": _timm,
     "tv12": _torchvision,
     "dle": _examples,
+    "skb": _examples,
     "mpt": _foundry,
     "fms": _fms,
     "hf15026": _t5,

@@ -70,10 +70,6 @@ def is_free(func: torch._ops.OpOverload) -> bool:
     return schema.name in _FREE or func.namespace in _FREE_NAMESPACES or (views and not writes)
 
 
-def _bytes_in(tree: Any) -> int:
-    return sum(map(tensor_bytes, tensors_in(tree)))
-
-
 def op_bytes(call: Call) -> int:
     """Return the bytes that one op reads and writes; 0 for views, metadata queries and bare allocations."""
     if is_free(call.func):
@@ -83,12 +79,12 @@ def op_bytes(call: Call) -> int:
     for i, arg in enumerate(call.args):
         if i == 0 and name in OVERWRITES:
             continue
-        nbytes = _bytes_in(arg)
+        nbytes = sum(map(tensor_bytes, tensors_in(arg)))
         # A lookup reads only its rows of the table.
         read += min(nbytes, written) if i == 0 and name in _GATHERS else nbytes
     outs = op_traits(call.func).written_names  # among the keyword arguments: ``out=``, which is not read
-    read += sum(_bytes_in(value) for key, value in call.kwargs.items() if key not in outs)
-    return read + written
+    given = [tensor for key, value in call.kwargs.items() if key not in outs for tensor in tensors_in(value)]
+    return read + sum(map(tensor_bytes, given)) + written
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -147,6 +143,7 @@ class CostModel:
 
     def _compute(self, call: Call) -> tuple[int, float]:
         func, args, count = call.func, call.args, call.flops
+        call.tf32 = self._runs_tf32(call)
         peak = self.flops_per_s(call) if count else 0.0
         if func._schema.name == _FROM_HOST:
             # An update that another processor makes: no kernel of the device, and no FLOPs of it.
@@ -159,14 +156,16 @@ class CostModel:
             return 0, copy_ms(tensor_bytes(call.returned), args[1], self.spec)
         if self.spec.kind == "cuda":
             return count, sum(self.kernel_ms(kernel, peak) for kernel in kernels_of(call))
-        compute_s = count / peak if count else 0.0
         memory_s = op_bytes(call) / (self.spec.bandwidth_bytes_per_s * self.spec.bandwidth_efficiency)
-        return count, max(compute_s, memory_s) * 1e3 + self.spec.kernel_launch_us * 1e-3
+        return count, max(count / peak if count else 0.0, memory_s) * 1e3 + self.spec.kernel_launch_us * 1e-3
 
     def flops_per_s(self, call: Call) -> float:
         """Return what large matrix products reach on the operands of a call, in FLOP/s."""
-        tf32 = self._conv_tf32 if "conv" in call.func._schema.name else self._tf32
-        return self.spec.reached_flops(_matrix_dtype(call), tf32=tf32)
+        return self.spec.reached_flops(_matrix_dtype(call), tf32=self._runs_tf32(call))
+
+    def _runs_tf32(self, call: Call) -> bool:
+        allowed = self._conv_tf32 if "conv" in call.func._schema.name else self._tf32
+        return allowed and "tf32" in self.spec.flops and _matrix_dtype(call) == torch.float32
 
     def kernel_ms(self, kernel: Kernel, flops_per_s: float = 0.0) -> float:
         """Return the milliseconds of one kernel on a CUDA device, launches included.
@@ -218,7 +217,8 @@ def _speeds(spec: DeviceSpec) -> dict[str, _Speed]:
         if kind.rate:
             elements_per_ms = rates[kind.rate] * spec.cycles_per_s * 1e-3
         elif kind.block_us:
-            elements_per_ms = spec.sm_count * large_blocks(spec) / (rates[kind.block_us] * 1e-3)
+            # Blocks have 1,024 threads.
+            elements_per_ms = spec.sm_count * (spec.threads_per_sm // 1024) / (rates[kind.block_us] * 1e-3)
         elif kind.us:
             elements_per_ms = 1 / (rates[kind.us] * 1e-3)
         found[name] = _Speed(
@@ -227,20 +227,6 @@ def _speeds(spec: DeviceSpec) -> dict[str, _Speed]:
             rates[kind.matrix] if kind.matrix else 1.0,
         )
     return found
-
-
-def large_blocks(spec: DeviceSpec) -> int:
-    """Return how many blocks of 1,024 threads a multiprocessor runs at a time.
-
-    It has room for 2,048 threads on data-center GPUs, and for 1,024 or 1,536 on Turing and on all others (CUDA
-    programming guide, technical specifications by compute capability).
-    """
-    if spec.capability is None:
-        return 2
-    return 1 if spec.capability in _SMALL or spec.capability >= (11, 0) else 2
-
-
-_SMALL = {(7, 5), (8, 6), (8, 7), (8, 9)}
 
 
 def _repeats(args: Sequence[Any]) -> int:

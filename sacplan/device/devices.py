@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 GIB = 2**30
+_THREADS_PER_SM = {(7, 5): 1024} | dict.fromkeys(((8, 6), (8, 7), (8, 9), (11, 0), (12, 0), (12, 1)), 1536)
 _DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 _EFFICIENCIES = ("compute_efficiency", "sustained_share", "bandwidth_efficiency")
 _OF_MACHINE = ("inner_link", "outer_link", "ranks_per_node", "host_link", "host_memory_bytes",
@@ -176,6 +177,11 @@ class DeviceSpec:
         return self.flops["float32"] / (2 * (64 if few else 128) * self.sm_count) * 1e-9
 
     @property
+    def threads_per_sm(self) -> int:
+        """Threads that a multiprocessor holds at most (CUDA programming guide, by compute capability)."""
+        return _THREADS_PER_SM.get(self.capability or (0, 0), 2048)
+
+    @property
     def has_bfloat16(self) -> bool:
         """Whether it computes in bfloat16: of CUDA devices, those from compute capability 8.0 on."""
         if self.capability is not None:
@@ -196,9 +202,7 @@ class DeviceSpec:
             return self.flops[name]
         if name.startswith("float8"):
             return self.flops.get("float8", self.flops.get("bfloat16", single))
-        if name == "float64":
-            return single / 2
-        return single
+        return single / 2 if name == "float64" else single
 
     def reached_flops(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
         """What large matrix products on ``dtype`` reach in a step, in FLOP/s."""

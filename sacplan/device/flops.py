@@ -27,20 +27,20 @@ flops: RuleTable[Callable[[Arguments], int]] = RuleTable()
 
 
 # torch's own formulas for attention refuse grouped queries before 2.12: ours take precedence.
-_ATTENTION = aten_names("""
+ATTENTION = aten_names("""
     _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
     _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable
 """)
 
 
-@flops(*_ATTENTION)
+@flops(*ATTENTION)
 def _attention(a: Arguments) -> int:
     """Count 2 B H Sq Sk (D + Dv) FLOPs: per query head, the scores Q K^T over D, and their product with the values."""
     (batch, heads, seq_q, dim), (seq_k, dim_v) = a["query"].shape, a["value"].shape[-2:]
     return int(2 * batch * heads * seq_q * seq_k * (dim + dim_v))
 
 
-@flops(*(f"{name}_backward" for name in _ATTENTION))
+@flops(*(f"{name}_backward" for name in ATTENTION))
 def _attention_backward(a: Arguments) -> int:
     """Count 2 B H Sq Sk (3 D + 2 Dv) FLOPs, in five products.
 

@@ -60,7 +60,13 @@ class Kernel:
 
 @dataclass(eq=False)
 class Call(AnyCall):
-    """One call of an op, with its operands sorted."""
+    """One call of an op, with its operands sorted.
+
+    Attributes:
+        tf32: whether matrix units take its operands, which are float32.
+    """
+
+    tf32: bool = False
 
     @cached_property
     def flops(self) -> int:
@@ -252,6 +258,11 @@ _LEAST_TILE = 64
 """Rows and columns are padded to multiples of this."""
 _SPLIT = 512
 """A product with a small result is split along the inner dimension, into parts of about this length (split-K)."""
+_PRODUCTS = aten_names("mm addmm addmm_ bmm baddbmm baddbmm_")
+_TRANSPOSED = 1.4
+"""How much longer products in TF32 take if an operand does not lie along the inner dimension, as in gradients of linear
+layers: ``ldmatrix`` transposes elements of 16 bits only (PTX ISA). Fitted to one step, of BERT-large with 512 tokens
+on an A100 (``benchmarks/data/steps.jsonl``)."""
 
 
 def _matrix_product(call: Call) -> tuple[Kernel, ...]:
@@ -268,6 +279,9 @@ def _matrix_product(call: Call) -> tuple[Kernel, ...]:
 
 def _tiled(call: Call, nbytes: float, rows: int, columns: int, inner: float) -> Kernel:
     padded = _up(rows, _LEAST_TILE) * _up(columns, _LEAST_TILE) / (rows * columns)
+    if call.tf32 and call.func._schema.name in _PRODUCTS:
+        left, right = [a for a in call.args if isinstance(a, torch.Tensor)][-2:]
+        padded *= _TRANSPOSED if left.stride(-1) != 1 or right.stride(-2) != 1 else 1
     per_tile = 2 * _TILE * _TILE * min(inner, _SPLIT)
     return Kernel("matmul", nbytes, flops=call.flops * padded, block_flops=per_tile)
 

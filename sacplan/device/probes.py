@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from sacplan.device.cost import CostModel, large_blocks
+from sacplan.device.cost import CostModel
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.kernel_rates import KINDS, KernelRates
 from sacplan.device.op_kernels import Call, kernels_of
@@ -104,7 +104,7 @@ def _solved(probe: Probe, out: Any, seconds: float, model: CostModel) -> float:
         return sum(k.flops for k in mine) / (ms * 1e-3 * peak)
     if probe.figure == kind.rate:
         return elements / (ms * 1e-3 * spec.cycles_per_s)
-    side_by_side = spec.sm_count * large_blocks(spec) if probe.figure == kind.block_us else 1
+    side_by_side = spec.sm_count * (spec.threads_per_sm // 1024) if probe.figure == kind.block_us else 1
     return ms * 1e3 * side_by_side / elements
 
 

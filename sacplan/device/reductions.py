@@ -16,8 +16,6 @@ _MAX_THREADS = 512
 _WARP = 32
 _MIN_VALUES, _MAX_VALUES = 16, 256
 """Values that a thread sums: fewer are not worth another block, and more are too many for one."""
-_THREADS_OF_SM = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-"""Threads that a multiprocessor holds by compute capability; 2048 elsewhere (CUDA programming guide)."""
 
 _Dim = tuple[int, int, int]
 """Elements, stride of the output (0: summed over), stride of the input."""
@@ -55,9 +53,7 @@ def reduction_bytes(
         return ()
     values = -(-n_inputs // (step_in * block_height))
     grid = -(-(n_outputs // vector) // step_out)
-    most = spec.sm_count * (
-        _THREADS_OF_SM.get(spec.capability or (0, 0), 2048) // (block_width * block_height)
-    )
+    most = spec.sm_count * (spec.threads_per_sm // (block_width * block_height))
     # They are too few for several blocks, or the results alone keep the GPU busy.
     if values < _MAX_VALUES or grid > most:
         return ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sacplan.device.flops import ATTENTION
 from sacplan.device.op_kernels import Call, Kernel, kernels, tensor_bytes
 from sacplan.torch_compat.ops import aten_names
 
@@ -18,9 +19,8 @@ from sacplan.torch_compat.ops import aten_names
 def _reduction(call: Call) -> tuple[Kernel, ...]:
     """Most reductions read once. ``max(a, b)`` of two tensors has the name of one, and is elementwise."""
     largest = max((t.numel() for t in call.reads), default=0)
-    if any(t.numel() == largest for t in call.writes):
-        return (Kernel("pointwise", call.nbytes),)
-    return (Kernel("reduction", call.nbytes),)
+    kind = "pointwise" if any(t.numel() == largest for t in call.writes) else "reduction"
+    return (Kernel(kind, call.nbytes),)
 
 
 @kernels(*aten_names("cumsum cumsum_ cumprod cumprod_ cummax cummin logcumsumexp"))
@@ -106,9 +106,7 @@ def _layer_norm_backward(call: Call) -> tuple[Kernel, ...]:
     """Two kernels that read gradient and input: for the input's gradient, and for those of weight and bias."""
     grad, x = tensor_bytes(call.args[0]), tensor_bytes(call.args[1])
     mask = call["output_mask"]
-    found = []
-    if mask[0]:
-        found.append(Kernel("norm_backward", grad + 2 * x))
+    found = [Kernel("norm_backward", grad + 2 * x)] if mask[0] else []
     if any(mask[1:]):
         found.append(Kernel("norm_backward", grad + x))
     return tuple(found)
@@ -188,18 +186,12 @@ _QUERY_TILE = 128
 _SOFTMAX_FLOPS = 128
 
 
-@kernels(*aten_names("""
-    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention
-    _scaled_dot_product_fused_attention_overrideable
-"""))  # fmt: skip
+@kernels(*ATTENTION)
 def _attention(call: Call) -> tuple[Kernel, ...]:
     return (_attention_kernel(call, backward=False),)
 
 
-@kernels(*aten_names("""
-    _scaled_dot_product_flash_attention_backward _scaled_dot_product_efficient_attention_backward
-    _scaled_dot_product_cudnn_attention_backward _scaled_dot_product_fused_attention_overrideable_backward
-"""))  # fmt: skip
+@kernels(*(f"{name}_backward" for name in ATTENTION))
 def _attention_backward(call: Call) -> tuple[Kernel, ...]:
     """The row sums of gradient times output; the gradients of keys and values; the query's gradient, from float32."""
     query, grad = call["query"], call.args[0]
@@ -244,8 +236,10 @@ def _recurrent(call: Call) -> tuple[Kernel, ...]:
 def _convolution(call: Call) -> tuple[Kernel, ...]:
     """One kernel in the forward pass; one for each gradient in the backward pass, and a sum for the bias's.
 
-    Matrix units take half types channels last; others are transposed before and after ("Data and Filter Formats" in
-    the guide of cuDNN). Depthwise convolutions of contiguous tensors are PyTorch's own.
+    Matrix units take channels last; other tensors are transposed before and after ("Data and Filter Formats" in the
+    guide of cuDNN; with TF32, profiles show ``nchwToNhwcKernel<float, ...>``). Without them, float32 convolutions of
+    3 x 3 are Winograd's: a tile of 2 x 2 results takes 16 products for 36 (Lavin and Gray, 2015). Depthwise
+    convolutions of contiguous tensors are PyTorch's own.
     """
     a = call.arguments
     x, weight = a["input"] if "input" in a else a["self"], a["weight"]
@@ -262,9 +256,13 @@ def _convolution(call: Call) -> tuple[Kernel, ...]:
         kind = "padded_convolution_backward" if backward else "padded_convolution"
     moved = sum(map(tensor_bytes, (x, weight, y)))
     flops = 0 if depthwise else call.flops / max(1, n)
+    on_matrix_units, channels_last = x.element_size() == 2 or call.tf32, x.stride(1) == 1
+    if kind == "convolution" and x.dtype == torch.float32 and not (on_matrix_units or channels_last):
+        filters = [*weight.shape[2:], *a["stride"], *a["dilation"]]
+        flops *= 16 / 36 if filters == [3, 3, 1, 1, 1, 1] else 1
     found = [Kernel(kind, moved, flops=flops)] * n
     if mask[2]:
         found.append(Kernel("reduction", tensor_bytes(y)))
-    if x.element_size() == 2 and x.stride(1) != 1 and not depthwise:
+    if on_matrix_units and not channels_last and not depthwise:
         found.append(Kernel("strided", 2 * (tensor_bytes(y) + n * tensor_bytes(x)), launches=1 + n))
     return tuple(found)

@@ -73,6 +73,39 @@ def test_batch_norm_of_pytorch_has_one_block_for_a_channel() -> None:
     assert kinds(aten.cudnn_batch_norm.default, x, *args) == ["reduction", "norm"]
 
 
+def test_float32_on_matrix_units_and_without_them() -> None:
+    images, filters = meta(8, 64, 56, 56), meta(64, 64, 3, 3)
+    last = images.contiguous(memory_format=torch.channels_last)
+    geometry = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+    def found(x: torch.Tensor, stride: int, tf32: bool) -> tuple[list[str], float]:
+        args = (x, filters, None, [stride, stride], *geometry[1:])
+        call = Call(aten.convolution.default, args, {}, aten.convolution.default(*args), tf32=tf32)
+        kernels = kernels_of(call)
+        return [k.kind for k in kernels], call.flops / kernels[0].flops
+
+    assert found(images, 1, tf32=True) == (["convolution", "strided"], 1)
+    assert found(last, 1, tf32=True) == (["convolution"], 1)
+    assert found(images, 1, tf32=False) == (["convolution"], pytest.approx(2.25))  # F(2 x 2, 3 x 3)
+    assert found(last, 1, tf32=False) == found(images, 2, tf32=False) == (["convolution"], 1)
+
+
+def test_products_in_tf32_are_faster_along_the_inner_dimension() -> None:
+    a, half = meta(1024, 1024), meta(1024, 1024, dtype=BF16)
+
+    def times(x: torch.Tensor, spec: DeviceSpec) -> list[float]:
+        pairs = (
+            (x, x.t()),
+            (x, x),
+            (x.t(), x),
+        )  # a linear layer, the gradients of its input and of its weight
+        return [CostModel(spec, tf32=True).cost(Call(aten.mm.default, p, {}, x))[1] for p in pairs]
+
+    forward, of_input, of_weight = times(a, H100)
+    assert forward < of_input == of_weight
+    assert len({*times(half, H100)}) == len({*times(a, resolve_device("v100"))}) == 1
+
+
 # --- times ----------------------------------------------------------------------------------------------
 
 OPS = {
