@@ -3,13 +3,24 @@
     python -m benchmarks.whole_models [--cases 'Llama-3-8B on 24GB' 'gemma-2-2b-h100, 16384']
     python -m benchmarks.whole_models --table      # puts both tables on docs/offload.md
 
-A row is a step in bfloat16 on one GPU, with torchao's optimizer on the host, to which gradients leave at once
-(``adamw-offload-gradients``), on the meta device; nothing is computed. The plan may recompute, slice and offload,
-weights included. The file keeps the rows that a run does not make again. ``planning_s`` is processor time.
+A row is a step in bfloat16 (float16 on a V100) on one GPU, with torchao's optimizer on the host, to which gradients
+leave at once (``adamw-offload-gradients``), on the meta device; nothing is computed. The plan may recompute, slice and
+offload, weights included. The file keeps the rows that a run does not make again. ``planning_s`` is processor time.
 
 A plan of ``MODELS`` has to fit the GPU. One of ``SEQUENCES`` has the device's memory less 15 %, or the smallest peak
 for 8,192 tokens; its host is what the device's row says of it, or all that a machine with eight such devices has
 (``-node``). Such a row has the peaks of a fake step with the plan, too, on the device and on the host.
+
+Published tokens per second are of other systems in steps of the same model, batch and GPU:
+
+- **MegaTrain**: 272 TFLOP/s for Qwen2.5-7B on one H100 (its README), six FLOPs for each parameter and token of whole
+  sequences (``examples/sft/train.py``), batch and length as in its ``qwen_7b_1gpu.yaml`` ("Single GPU0 Benchmark").
+- **ZeRO-Offload**: DeepSpeed's tutorial of that name shows the log of GPT-2 with ten billion parameters on a V100:
+  .3868 sequences a second, of 1,024 tokens as in ``ds_zero-offload_10B_pretrain_gpt2_model_parallel.sh``.
+- **ZeRO-3** with parameters and optimizer on the host, which is ZeRO-Infinity without NVMe: measured by SlideFormer's
+  authors (``bench/DeepSpeed/ds_bench_1024_bf16_on_20260224_211132.csv``).
+- **SuperOffload**: "up to 600 TFLOPS (seq len 4K, batch size 4)" for GPT-OSS-20B and Qwen3-14B on a GH200 (DeepSpeed's
+  blog), as ``finetune_zero3.py`` counts them, the recomputed forward pass included.
 """
 
 from __future__ import annotations
@@ -17,6 +28,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
 
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
@@ -27,6 +40,7 @@ from benchmarks.models import chunk_models
 from benchmarks.models.cases import Case
 from sacplan.cli.targets import load_target
 from sacplan.device.devices import resolve_device
+from sacplan.device.links import Link
 from sacplan.integrations.hf.target import ModelOptions
 from sacplan.planning.limits import DEFAULT_HEADROOM
 
@@ -34,14 +48,54 @@ TECHNIQUES = ("recompute", "chunk", "offload")
 OPTIMIZER = "adamw-offload-gradients"
 SHORT = 8192
 
+GH200 = dataclasses.replace(
+    sacplan.DeviceSpec.of("h100"),
+    name="gh200",
+    memory_bytes=int(94.5 * GIB),
+    bandwidth_bytes_per_s=4e12,
+    host_link=Link("NVLink-C2C", 450e9, 1.9e-6),
+    host_bandwidth_bytes_per_s=8e9 * 28 / 0.608,
+)
+"""NVIDIA's data sheet, the version with 96 GB. The host updates as fast as GraceAdam in DeepSpeed's blog on
+SuperOffload: eight billion parameters in .608 s, with 28 bytes read and written for each."""
+GPT2_10B = "benchmarks/data/gpt2-10b.json"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model, sequences and their tokens, a GPU, the memory of its host, and published tokens per second."""
+
+    model: str
+    batch: int
+    seq: int
+    device: str | sacplan.DeviceSpec
+    host: str
+    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    published: float | None = None
+
+
 MODELS = {
-    "Llama-3-8B on 24GB": ("meta-llama/Meta-Llama-3-8B", 1, 8192, "24GB", "128GiB"),
-    "Qwen2.5-7B on h100": ("Qwen/Qwen2.5-7B", 1, 8192, "h100", "256GiB"),
-    "Llama-3-70B on h100": ("meta-llama/Meta-Llama-3-70B", 1, 8192, "h100", "1024GiB"),
-    "Llama-3-70B on 24GB": ("meta-llama/Meta-Llama-3-70B", 1, 8192, "24GB", "1024GiB"),
-    "Llama-3-8B, 32 x 1,024 on rtx-4090": ("meta-llama/Meta-Llama-3-8B", 32, 1024, "rtx-4090", "256GiB"),
-}
-"""Model, sequences and their tokens, GPU, and memory of the host. For the last one, DeepSpeed's speed is published."""
+    "Llama-3-8B on 24GB": Whole("meta-llama/Meta-Llama-3-8B", 1, 8192, "24GB", "128GiB"),
+    "Llama-3-70B on h100": Whole("meta-llama/Meta-Llama-3-70B", 1, 8192, "h100", "1024GiB"),
+    "Llama-3-70B on 24GB": Whole("meta-llama/Meta-Llama-3-70B", 1, 8192, "24GB", "1024GiB"),
+    "Qwen2.5-7B on h100": Whole("Qwen/Qwen2.5-7B", 1, 8192, "h100", "256GiB"),
+    "Qwen2.5-7B, 158 x 1,024 on h100": Whole(
+        "Qwen/Qwen2.5-7B", 158, 1024, "h100", "512GiB", published=272e12 / (6 * 7_615_616_512)
+    ),
+    "GPT-2 10B, 10 x 1,024 on v100": Whole(
+        GPT2_10B, 10, 1024, "v100-32gb", "512GiB", "float16", published=0.3868 * 1024
+    ),
+    "Llama-3-8B, 8 x 1,024 on rtx-4090": Whole(
+        "meta-llama/Meta-Llama-3-8B", 8, 1024, "rtx-4090", "256GiB", published=913.6
+    ),
+    "Llama-3-8B, 32 x 1,024 on rtx-4090": Whole(
+        "meta-llama/Meta-Llama-3-8B", 32, 1024, "rtx-4090", "256GiB", published=1790.9
+    ),
+    "Qwen3-14B, 4 x 4,096 on gh200": Whole(
+        "Qwen/Qwen3-14B", 4, 4096, GH200, "480GiB",
+        published=600e12 / (8 * 14_768_307_200 + 16 * 40 * 5120 * 4096),
+    ),
+}  # fmt: skip
 
 SEQUENCES = {
     "llama-3-8b-h100": ("llama-3-8b", "h100", (262144,), 1),
@@ -60,11 +114,11 @@ LENGTHS = {
 def row_of(case: str) -> Row:
     """Return the row of a model or of a sequence."""
     if case in MODELS:
-        model, batch, seq, device, host = MODELS[case]
-        options = ModelOptions(dtype="bfloat16", seq=seq, batch=batch, optimizer=OPTIMIZER)
-        target = load_target(f"hf:{model}", options)
+        of = MODELS[case]
+        options = ModelOptions(dtype=of.dtype, seq=of.seq, batch=of.batch, optimizer=OPTIMIZER)
+        target = load_target(f"hf:{of.model}", options)
         step = Case(target.model, target.batch, target.loss_fn, target.optimizer)
-        return _planned(step, device, None, host) | {"case": case, "tokens": batch * seq}
+        return _planned(step, of.device, None, of.host) | {"case": case, "tokens": of.batch * of.seq}
     name, tokens = LENGTHS[case]
     model, device, _, shares = SEQUENCES[name]
     spec = resolve_device(device)
@@ -76,12 +130,17 @@ def row_of(case: str) -> Row:
 
 
 def _planned(
-    case: Case, device: str, budget: str | None, host_budget: str, *, runs_fake: bool = False
+    case: Case,
+    device: str | sacplan.DeviceSpec,
+    budget: str | None,
+    host_budget: str,
+    *,
+    runs_fake: bool = False,
 ) -> Row:
     profile = case.profile(device)
     parameters = list(case.model.parameters())
     row: Row = {
-        "device": device,
+        "device": resolve_device(device).name,
         "parameters": sum(p.numel() for p in parameters),
         "weights_bytes": sum(p.nbytes for p in parameters),
         "plain_peak_bytes": profile.peak_bytes,
@@ -117,19 +176,20 @@ def _cells(row: Row) -> list[str]:
     cells = [f"`{row['case']}`", f"{row['weights_bytes'] / GIB:.1f} GiB"]
     cells.append(f"{row['plain_peak_bytes'] / GIB:.1f} GiB, {row['plain_step_ms'] / 1e3:.2f} s")
     if not row["held"]:
-        return [*cells, f"smallest {row['smallest_bytes'] / GIB:.1f} GiB", *["-"] * 3]
+        return [*cells, f"smallest {row['smallest_bytes'] / GIB:.1f} GiB", *["-"] * 4]
     return [
         *cells,
         f"{row['peak_bytes'] / GIB:.1f} GiB, {row['step_ms'] / 1e3:.2f} s",
         f"{row['host_bytes'] / GIB:.1f}, {row['optimizer_host_bytes'] / GIB:.1f} GiB",
         f"{1e3 * row['tokens'] / row['step_ms']:,.0f}",
         f"{tflops(row):.0f}",
+        f"{published:,.0f}" if (published := MODELS[row["case"]].published) else "-",
     ]
 
 
 def table(rows: Iterable[Row]) -> str:
     """Return the table of models."""
-    heads = "model | weights | as it is | with the plan | on the host: plan, optimizer | tokens/s | TFLOP/s"
+    heads = "model | weights | as it is | with the plan | on the host: plan, optimizer | tokens/s | TFLOP/s | published"
     return markdown_table(heads, [_cells(row) for row in rows if row["case"] in MODELS])
 
 

@@ -89,12 +89,16 @@ class CallSites:
         keys = tuple(around)
         # Keys tell a new call of the same module from the one before, so calls get their numbers here: those that are
         # common with the last op keep theirs, the others are new.
-        if keys != self._keys:
+        if keys != self._keys or len(keys) < len(self.calls):
             common = _n_common(keys, self._keys)
             new = tuple((name, self._seen[name]) for _, name in keys[common:])
             self._move((*self.calls[:common], *new))
             self._keys = keys
         return self.place
+
+    def forget(self, around: Sequence[tuple[Hashable, str]]) -> None:
+        """Forget the keys of calls that are over: ``around`` are those that run on."""
+        self._keys = self._keys[: _n_common(self._keys, tuple(around))]
 
     def follow(self, calls: tuple[Call, ...]) -> str:
         """Return the place of the next op, whose calls are known by number."""

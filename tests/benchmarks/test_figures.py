@@ -159,6 +159,12 @@ def test_published_peaks_of_swapped_blocks() -> None:
     assert all(0 < more < 3 for more in beyond)
 
 
+def test_published_tokens_per_second() -> None:
+    page = (DOCS / "offload.md").read_text(encoding="utf-8")
+    rates = [case.published for case in whole_models.MODELS.values() if case.published is not None]
+    assert all(f" {rate:,.0f}" in page for rate in rates)
+
+
 def test_published_figures() -> None:
     errors = {row["id"]: abs(row["error"]) for row in published.read_page_rows()[0] if "error" in row}
     tune = [f"tune-3b-+_{what}" for what in ("compile", "chunked_CE")]

@@ -418,3 +418,17 @@ def test_errors(planned: sacplan.Plan) -> None:
         with pytest.raises(Exception, match="technique offload"):
             compiled(TOKENS)
     torch._dynamo.reset()
+
+
+def test_what_a_call_was_given_is_gone_before_the_next_copy() -> None:
+    """Where only the last bias is trained, autograd saves no input, and nothing else may keep one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(32, 160), nn.GELU(), nn.Linear(160, 32)))
+    model.requires_grad_(False)
+    model[0][2].bias.requires_grad_(True)
+    batch = torch.randn(16, 64, 32)
+    profile = sacplan.profile(model, batch, mean_square, device="cpu")
+    plan = sacplan.plan(profile, "smallest", "greedy", techniques=("recompute", "offload"))
+    assert plan.offloaded_weights
+    fake = sacplan.verify(model, batch, plan, mean_square)
+    assert (fake.peak_bytes, fake.host_bytes) == (plan.peak_bytes, plan.host_bytes)

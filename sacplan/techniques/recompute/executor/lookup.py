@@ -103,12 +103,10 @@ class Lookup:
         self._names = self._names_of_modules()
         self._likely = likely
         self.differs = differs
-        for one in known:
-            if one is not None:
-                calls, description = one
-                self._n_described += 1
-                place = self._places.follow(calls)
-                self._alignment.next(self._places.caller, place, description)
+        for calls, description in filter(None, known):
+            self._n_described += 1
+            place = self._places.follow(calls)
+            self._alignment.next(self._places.caller, place, description)
 
     def end(self) -> None:
         """Note the end of the call: recorded ops that did not run are a difference, too."""
@@ -126,28 +124,29 @@ class Lookup:
         if self._likely is not None:
             self._resume(around, description)
         place = self._places.at(around)
-        number = self._n_described
-        self._n_described += 1
         recorded = self._alignment.next(self._places.caller, place, description)
         self.differs = self._alignment.difference is not None
         op = facts.kept
-        if facts.traits is None:
-            pass  # it cannot run again, whatever the plan says
-        elif recorded is None:
-            site = CallSite(facts.name, number, place)
-            op = ScheduledOp(Action.FOLLOW, facts.traits, site)
-        elif recorded.times:
+        # Without traits it cannot run again, whatever the plan says.
+        if facts.traits is not None and recorded is None:
+            op = ScheduledOp(Action.FOLLOW, facts.traits, CallSite(facts.name, self._n_described, place))
+        elif facts.traits is not None and recorded is not None and recorded.times:
             op = ScheduledOp(Action.DISCARD, facts.traits, recorded.site, recorded.times)
+        self._n_described += 1
         if recorded is not None and recorded.marks:
             op = replace(op or ScheduledOp(Action.KEEP), marks=recorded.marks)
         return op, (self._places.calls, description)
 
+    def forget_calls(self) -> None:
+        """Let go of module calls that are over, whose frames keep their arguments."""
+        if self._frames:
+            self._places.forget(self._module_calls())
+
     def _module_calls(self) -> list[tuple[FrameType, str]]:
         """Return the calls of the unit's modules that run now, outermost first, and the names of the modules."""
         assert self._outer_frame is not None
-        names = self._names
         self._frames = module_calls(self._outer_frame, self._frames)
-        return [(frame, names[id(m)]) for frame, m in self._frames.items() if id(m) in names]
+        return [(frame, self._names[id(m)]) for frame, m in self._frames.items() if id(m) in self._names]
 
     def _resume(self, around: list[tuple[FrameType, str]], description: str) -> None:
         """Find the module calls that the first op after the schedule is in.

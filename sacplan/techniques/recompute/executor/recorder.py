@@ -190,6 +190,7 @@ class UnitRecorder(Watching):
             noted.deferred(func, types, args)
             return NotImplemented  # the ops on the tensors that these stand for come here, too
         if self.paused:
+            self._lookup.forget_calls()  # what they keep would be beside a copy that is made now
             return func(*args, **(kwargs or {}))
         if expected is not func and is_composite(func):  # a schedule has none
             return run_in_parts(self, func, args, kwargs)
