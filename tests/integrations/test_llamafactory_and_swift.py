@@ -37,7 +37,9 @@ def test_llamafactory(tmp_path: Path) -> None:
     plain, planned = (_weights(tmp_path / name) for name in ("plain", "planned"))
     assert all(torch.equal(plain[name], planned[name]) for name in plain)
     assert len(callback.peaks_bytes) == 2
-    assert max(callback.peaks_bytes) <= callback.plan.budget_bytes < callback.plan.baseline_peak_bytes
+    budget = callback.plan.budget_bytes
+    assert budget is not None
+    assert max(callback.peaks_bytes) <= budget < callback.plan.baseline_peak_bytes
 
 
 def test_swift(tmp_path: Path) -> None:
