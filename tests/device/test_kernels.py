@@ -16,7 +16,6 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.transformer import Transformer
 from sacplan.device import attention
@@ -27,24 +26,13 @@ from sacplan.device.kernel_workspaces import kernel_workspace_bytes
 from sacplan.device.kernels import active_device, device_kernels, fake_device
 from sacplan.device.op_kernels import Call
 from sacplan.errors import DeviceError
+from tests.support.ops import Ops
 from tests.support.threads import at_once
 
 aten = torch.ops.aten
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SHAPE = (2, 4, 128, 64)
 Saved = Counter[tuple[tuple[int, ...], torch.dtype]]
-
-
-class Ops(TorchDispatchMode):
-    """Names of the ops that reach the kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
 
 
 def saved_by(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Saved]:
@@ -125,8 +113,8 @@ def test_flash_saves() -> None:
         ((2,), torch.uint64): 1,
         ((), torch.uint64): 1,
     }
-    assert "_scaled_dot_product_flash_attention" in ops.names
-    assert "_scaled_dot_product_flash_attention_backward" in ops.names
+    assert "_scaled_dot_product_flash_attention" in ops.noted
+    assert "_scaled_dot_product_flash_attention_backward" in ops.noted
     assert q.grad is not None
 
 
@@ -218,7 +206,7 @@ def test_dropout() -> None:
             assert F.dropout(x, 0.1, training=False) is not None
             F.dropout(x, 1.0)
             F.dropout(x.detach(), 0.1)
-        assert ops.names.count("native_dropout") == 1
+        assert ops.noted.count("native_dropout") == 1
         assert F.dropout(torch.randn(0, 4), 0.5).shape == (0, 4)
 
 
@@ -240,14 +228,14 @@ def test_rms_norm(dtype: torch.dtype, with_weight: bool) -> None:
         assert y.dtype == dtype
         assert x.grad is not None
         assert x.grad.shape == x.shape
-        assert {"_fused_rms_norm", "_fused_rms_norm_backward"} <= set(ops.names)
+        assert {"_fused_rms_norm", "_fused_rms_norm_backward"} <= set(ops.noted)
 
 
 def test_rms_norm_of_mixed_types_is_a_composite() -> None:
     with fake_device("h100"), Ops() as ops:
         x = torch.randn(4, 32, dtype=BF16, requires_grad=True)
         F.rms_norm(x, (32,), torch.randn(32, requires_grad=True)).sum().backward()
-        assert "_fused_rms_norm" not in ops.names
+        assert "_fused_rms_norm" not in ops.noted
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -269,7 +257,7 @@ def test_softmax_of_float16_is_fused_with_its_cast(softmax: Callable[..., torch.
             with Ops() as ops:
                 y = softmax(x, -1, dtype=FP32)
             assert y.dtype == FP32
-            assert ops.names.count("_to_copy") == casts
+            assert ops.noted.count("_to_copy") == casts
             y.sum().backward()
             assert x.grad is not None
             assert x.grad.dtype == dtype
@@ -283,11 +271,11 @@ def test_under_no_grad_and_autocast() -> None:
         q, k, v = qkv(FP32)
         with Ops() as ops, torch.no_grad():
             F.scaled_dot_product_attention(q, k, v)
-        assert "_scaled_dot_product_efficient_attention" in ops.names
+        assert "_scaled_dot_product_efficient_attention" in ops.noted
         with Ops() as ops, torch.autocast("cpu", dtype=BF16):
             F.scaled_dot_product_attention(q, k, v, dropout_p=0.1).sum().backward()
-        assert "_scaled_dot_product_flash_attention" in ops.names
-        assert "_scaled_dot_product_flash_attention_backward" in ops.names
+        assert "_scaled_dot_product_flash_attention" in ops.noted
+        assert "_scaled_dot_product_flash_attention_backward" in ops.noted
 
 
 def test_invalid_calls_fail_as_torch_does() -> None:
@@ -318,9 +306,9 @@ def test_seed_transformer_keeps_what_cuda_keeps() -> None:
     tokens = (8, 1024, 768)
     # One mask after the embeddings and two a layer, a byte an element and never floats.
     assert saved[(tokens, torch.bool)] == 9
-    assert ops.names.count("native_dropout") == 9
+    assert ops.noted.count("native_dropout") == 9
     # q, k, v and out of each layer, the logsumexp, and no scores.
-    assert ops.names.count("_scaled_dot_product_efficient_attention") == 4
+    assert ops.noted.count("_scaled_dot_product_efficient_attention") == 4
     assert saved[((8, 12, 1024, 64), FP32)] == 16
     assert saved[((8, 12, 1024), FP32)] == 4
     assert not [shape for shape, _ in saved if shape[-2:] == (1024, 1024)]

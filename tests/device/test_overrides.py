@@ -13,7 +13,6 @@ from torch import nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as torch_optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
 from sacplan.core.program import Patch, StorageKind
@@ -26,7 +25,8 @@ from sacplan.device.library_workspaces import library_workspace_bytes, library_w
 from sacplan.device.op_kernels import Call
 from sacplan.device.overrides import takes_cudnn_batch_norm
 from sacplan.record.fake_data import data_rules
-from tests.device.test_kernels import BF16, FP16, FP32, Ops, saved_by
+from tests.device.test_kernels import BF16, FP16, FP32, saved_by
+from tests.support.ops import Ops, name_of
 from tests.support.threads import at_once
 from tests.zoo.layers import FromFunction
 
@@ -43,9 +43,9 @@ def test_batch_norm_goes_to_cudnn_and_keeps_its_input() -> None:
         with Ops() as ops:
             y, saved = saved_by(lambda: norm(x))
             y.sum().backward()
-    assert ops.names.count("cudnn_batch_norm") == 1
-    assert ops.names.count("cudnn_batch_norm_backward") == 1
-    assert "native_batch_norm" not in ops.names
+    assert ops.noted.count("cudnn_batch_norm") == 1
+    assert ops.noted.count("cudnn_batch_norm_backward") == 1
+    assert "native_batch_norm" not in ops.noted
     # Weight, running mean and variance, and the two statistics of the batch; an empty reserve.
     assert saved == {((4, 8, 6, 6), FP32): 1, ((8,), FP32): 5, ((0,), torch.uint8): 1}
     assert x.grad is not None
@@ -63,7 +63,7 @@ def test_batch_norm_of_halves() -> None:
         with Ops() as ops:
             F.batch_norm(x, mean.half(), var.half(), weight.half(), bias.half(), training=True)
             F.batch_norm(x.bfloat16(), mean, var, weight, bias, training=True)
-        assert ops.names.count("native_batch_norm") == 2
+        assert ops.noted.count("native_batch_norm") == 2
 
 
 @pytest.mark.parametrize(
@@ -117,8 +117,8 @@ def test_recurrent_layers_are_one_cudnn_op(name: str) -> None:
         with Ops() as ops:
             out, state = layer(x)
             out.sum().backward()
-        assert ops.names.count("_cudnn_rnn") == 1
-        assert ops.names.count("_cudnn_rnn_backward") == 1
+        assert ops.noted.count("_cudnn_rnn") == 1
+        assert ops.noted.count("_cudnn_rnn_backward") == 1
         # The same shapes as the real layer's, and a gradient for each weight.
         assert out.shape == want[0].shape
         states, wanted = (state, want[1]) if isinstance(state, tuple) else ((state,), (want[1],))
@@ -149,7 +149,7 @@ def test_recurrent_layers_that_cudnn_does_not_take() -> None:
     assert not cudnn_rnn.takes_cudnn(rocm, FP32, (2, 13))
     with fake_device("h100"), Ops() as ops:
         nn.LSTM(10, 20, proj_size=5)(torch.randn(5, 3, 10))[0].sum().backward()
-    assert "_cudnn_rnn" not in ops.names
+    assert "_cudnn_rnn" not in ops.noted
 
 
 def test_recurrent_layers_under_autocast() -> None:
@@ -235,24 +235,10 @@ def test_cross_entropy_keeps_log_probabilities_and_target() -> None:
     with fake_device("h100"):
         x, target = torch.randn(6, 50, requires_grad=True), torch.zeros(6, dtype=torch.long)
         loss, saved = saved_by(lambda: F.cross_entropy(x, target))
-        with Sizes() as sizes:
+        with Ops(lambda call: name_of(call) != "detach" and getattr(call.returned, "shape", None)) as made:
             loss.backward()
     assert saved[((6, 50), FP32)] == 2  # the same storage: log_softmax's output and nll_loss's input
-    assert sizes.counts[300] == 2  # nll_loss's gradient, and log_softmax's
-
-
-class Sizes(TorchDispatchMode):
-    """How many outputs of each number of elements there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and func is not aten.detach.default:
-            self.counts[out.numel()] = self.counts.get(out.numel(), 0) + 1
-        return out
+    assert made.noted.count((6, 50)) == 2  # nll_loss's gradient, and log_softmax's
 
 
 # --------------------------------------------------------------------------------------- optimizers
@@ -267,7 +253,7 @@ def step_ops(make: Callable[[Any], torch.optim.Optimizer]) -> list[str]:
             p.grad = torch.randn(8, 8)
         with Ops() as ops:
             optimizer.step()
-    return ops.names
+    return ops.noted
 
 
 O = torch.optim  # noqa: E741
