@@ -174,29 +174,9 @@ def recurrent() -> nn.Module:
     return FromFunction(lambda self, x: self.head(self.lstm(x)[0]), lstm=lstm, head=head)
 
 
-def convolutional() -> nn.Module:
-    def block() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1))
-
-    return nn.Sequential(*(block() for _ in range(3)), nn.Flatten())
-
-
-def encoder() -> nn.Module:
-    return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
-
-
-PLANNED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "recurrent": (recurrent, (16, 8, 32)),
-    "convolutional": (convolutional, (8, 8, 16, 16)),
-    "encoder": (encoder, (8, 64, 32)),
-}
-
-
 @pytest.mark.parametrize("loss_fn", [None, _under_autocast], ids=["float32", "autocast"])
-@pytest.mark.parametrize("name", PLANNED)
-def test_a_plan_over_routed_kernels_keeps_its_promise(name: str, loss_fn: Any) -> None:
-    make, shape = PLANNED[name]
-    model, batch = make(), torch.randn(shape)
+def test_a_plan_over_routed_kernels_keeps_its_promise(loss_fn: Any) -> None:
+    model, batch = recurrent(), torch.randn(16, 8, 32)
     profile = sacplan.profile(model, batch, loss_fn, torch.optim.AdamW, device="h100")
     plan = sacplan.plan(profile, "smallest")
     assert plan.peak_bytes < profile.peak_bytes
