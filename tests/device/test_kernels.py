@@ -391,72 +391,53 @@ def test_other_threads_keep_their_kernels() -> None:
 # --------------------------------------------------------------------------------------- workspaces
 
 
+def inside(func: Any, *args: Any, device: str = "a100-80gb", out: Any = None, **kwargs: Any) -> int:
+    """What a kernel allocates beside its results, in bytes."""
+    return kernel_workspace_bytes(Call(func, args, kwargs, out), resolve_device(device))
+
+
 def test_flash_backward_workspace() -> None:
-    spec = resolve_device("a100-80gb")
     q = torch.empty(2, 4, 100, 48, dtype=BF16, device="meta")
     kv = torch.empty(2, 2, 100, 48, dtype=BF16, device="meta")
     bshd = torch.empty(2, 100, 4, 48, dtype=BF16, device="meta").transpose(1, 2)
     func = aten._scaled_dot_product_flash_attention_backward.default
     accumulator, softmax_d = 4 * 2 * 128 * 4 * 64, 4 * 2 * 4 * 128
     tensor = -(-q.numel() * 2 // 512) * 512
-    assert (
-        kernel_workspace_bytes(Call(func, (bshd, q, q, q, bshd), {}, None), spec) == accumulator + softmax_d
-    )
-    assert (
-        kernel_workspace_bytes(Call(func, (q, q, q, q, bshd), {}, None), spec)
-        == accumulator + softmax_d + tensor
-    )
-    assert (
-        kernel_workspace_bytes(Call(func, (bshd, q, kv, kv, bshd), {}, None), spec)
-        == accumulator + softmax_d + 2 * tensor
-    )
-    assert kernel_workspace_bytes(Call(func, (q, q, q, q, q), {}, None), resolve_device("cpu")) == 0
+    assert inside(func, bshd, q, q, q, bshd) == accumulator + softmax_d
+    assert inside(func, q, q, q, q, bshd) == accumulator + softmax_d + tensor
+    assert inside(func, bshd, q, kv, kv, bshd) == accumulator + softmax_d + 2 * tensor
+    assert inside(func, q, q, q, q, q, device="cpu") == 0
 
 
 def test_other_workspaces() -> None:
-    spec = resolve_device("a100-80gb")
     q = torch.empty(2, 4, 128, 64, device="meta")
     bshd = torch.empty(2, 128, 4, 64, device="meta").transpose(1, 2)
     backward = aten._scaled_dot_product_efficient_attention_backward.default
-    assert kernel_workspace_bytes(Call(backward, (bshd, q, q, q), {}, None), spec) == 4 * q.numel() + 4 * 1024
+    assert inside(backward, bshd, q, q, q) == 4 * q.numel() + 4 * 1024
     forward = aten._scaled_dot_product_efficient_attention.default
     wide = torch.empty(2, 4, 128, 192, dtype=BF16, device="meta")
-    assert kernel_workspace_bytes(Call(forward, (q, q, q, None, True), {"scale": 1.0}, None), spec) == 0
-    assert (
-        kernel_workspace_bytes(Call(forward, (wide, wide, wide, None, True), {}, None), spec)
-        == 4 * wide.numel()
-    )
+    assert inside(forward, q, q, q, None, True, scale=1.0) == 0
+    assert inside(forward, wide, wide, wide, None, True) == 4 * wide.numel()
     embedding = aten.embedding_dense_backward.default
     grad, few = torch.empty(100, 8, device="meta"), torch.empty(100, dtype=torch.long, device="meta")
-    assert kernel_workspace_bytes(Call(embedding, (grad, few, 50, -1, False), {}, None), spec) == 0
+    assert inside(embedding, grad, few, 50, -1, False) == 0
     many = torch.empty(5120, dtype=torch.long, device="meta")
     # 512 segments, and 5120 / 10 + 512 partial rows.
     buffers = 8 * (3 * 5120 + 2 * 512 + 1024)
-    assert (
-        kernel_workspace_bytes(Call(embedding, (grad, many, 512, -1, False), {}, None), spec)
-        == buffers + 4 * 1024 * 8
-    )
+    assert inside(embedding, grad, many, 512, -1, False) == buffers + 4 * 1024 * 8
     grad = torch.empty(128, 8, device="meta")
-    softmax = (grad, grad, -1, grad.dtype)
-    assert (
-        kernel_workspace_bytes(Call(aten._softmax_backward_data.default, softmax, {}, None), spec)
-        == grad.nbytes
-    )
-    assert kernel_workspace_bytes(Call(aten._log_softmax_backward_data.default, softmax, {}, None), spec) == 0
+    assert inside(aten._softmax_backward_data.default, grad, grad, -1, grad.dtype) == grad.nbytes
+    assert inside(aten._log_softmax_backward_data.default, grad, grad, -1, grad.dtype) == 0
     images, weight, means = (torch.empty(shape, device="meta") for shape in ((16, 128, 9), (128,), (16, 8)))
     sizes = (16, 128, 9, 8)
-    norm = (images, weight, weight, *sizes, 1e-5)
-    assert (
-        kernel_workspace_bytes(Call(aten.native_group_norm.default, norm, {}, None), spec) == 2 * 4 * 16 * 128
-    )
+    assert inside(aten.native_group_norm.default, images, weight, weight, *sizes, 1e-5) == 2 * 4 * 16 * 128
     norm_backward = (images, images, means, means, weight, *sizes, [True, True, True])
-    assert kernel_workspace_bytes(
-        Call(aten.native_group_norm_backward.default, norm_backward, {}, None), spec
-    ) == 4 * 16 * (3 * 128 + 2 * 8)
+    assert inside(aten.native_group_norm_backward.default, *norm_backward) == 4 * 16 * (3 * 128 + 2 * 8)
     x = torch.empty(4, 4, device="meta")
-    products = 0 if workspaces_stay() else library_workspace_bytes(spec)  # else a storage of the whole step
-    assert kernel_workspace_bytes(Call(aten.mm.default, (x, x), {}, x), spec) == products
-    assert kernel_workspace_bytes(Call(aten.add.Tensor, (x, x), {}, x), spec) == 0
+    # Else a storage of the whole step.
+    products = 0 if workspaces_stay() else library_workspace_bytes(resolve_device("a100-80gb"))
+    assert inside(aten.mm.default, x, x, out=x) == products
+    assert inside(aten.add.Tensor, x, x, out=x) == 0
 
 
 @pytest.mark.parametrize(

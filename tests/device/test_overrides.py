@@ -19,13 +19,11 @@ from sacplan.core.program import Patch, StorageKind
 from sacplan.device import cudnn_rnn
 from sacplan.device import library_workspaces as libraries
 from sacplan.device.devices import resolve_device, torch_version
-from sacplan.device.kernel_workspaces import kernel_workspace_bytes
 from sacplan.device.kernels import device_kernels, fake_device
 from sacplan.device.library_workspaces import library_workspace_bytes, library_workspaces
-from sacplan.device.op_kernels import Call
 from sacplan.device.overrides import takes_cudnn_batch_norm
 from sacplan.record.fake_data import data_rules
-from tests.device.test_kernels import BF16, FP16, FP32, saved_by
+from tests.device.test_kernels import BF16, FP16, FP32, inside, saved_by
 from tests.support.ops import Ops, name_of
 from tests.support.threads import at_once
 from tests.zoo.layers import FromFunction
@@ -427,26 +425,25 @@ def test_no_workspaces_where_none_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert library_workspaces(none, spec, (2, 13)) == Patch()
     # From 2.15 on each product has its own.
     x = torch.empty(4, 4, device="meta")
-    assert kernel_workspace_bytes(Call(aten.mm.default, (x, x), {}, x), spec) == 0
+    assert inside(aten.mm.default, x, x, out=x, device="h100") == 0
     for module in (libraries, "sacplan.device.kernel_workspaces"):
         target = module if isinstance(module, str) else module.__name__
         monkeypatch.setattr(f"{target}.workspaces_stay", lambda version=None: False)
-    assert kernel_workspace_bytes(Call(aten.mm.default, (x, x), {}, x), spec) == 32 * MIB
-    assert kernel_workspace_bytes(Call(aten.relu.default, (x,), {}, x), spec) == 0
+    assert inside(aten.mm.default, x, x, out=x, device="h100") == 32 * MIB
+    assert inside(aten.relu.default, x, out=x, device="h100") == 0
 
 
 # --------------------------------------------------------------------------------------- other workspaces
 
 
 def test_a_convolution_copies_what_is_in_the_other_format() -> None:
-    spec = resolve_device("h100")
     x = torch.empty(2, 16, 8, 8, device="meta")
     weight = torch.empty(32, 16, 3, 3, device="meta")
     last = x.to(memory_format=torch.channels_last)
 
     def workspace(*operands: torch.Tensor) -> int:
         rest = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-        return kernel_workspace_bytes(Call(aten.convolution.default, (*operands, *rest), {}, None), spec)
+        return inside(aten.convolution.default, *operands, *rest, device="h100")
 
     assert workspace(x, weight) == 0
     assert workspace(last, weight) == weight.numel() * 4
@@ -455,4 +452,4 @@ def test_a_convolution_copies_what_is_in_the_other_format() -> None:
     out = torch.empty(2, 32, 8, 8, device="meta")
     args = (out, last, weight, [32], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, True])
     want = out.numel() * 4 + weight.numel() * 4
-    assert kernel_workspace_bytes(Call(aten.convolution_backward.default, args, {}, None), spec) == want
+    assert inside(aten.convolution_backward.default, *args, device="h100") == want

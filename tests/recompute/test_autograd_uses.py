@@ -396,15 +396,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
         (two_losses, 1.01),  # a graph that is retained keeps what has been recomputed for it
         (gradient_penalty, 1.01),
     ],
-    ids=[
-        "module_hooks",
-        "tensor_hooks",
-        "one_thread",
-        "offloaded",
-        "evaluated",
-        "two_losses",
-        "gradient_penalty",
-    ],
+    ids=lambda one: one.__qualname__.partition(".")[0] if callable(one) else str(one),
 )
 def test_the_peak_is_smaller_all_the_same(use: Use, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()

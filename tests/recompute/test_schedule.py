@@ -17,8 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 import sacplan
 from sacplan.device.op_kernels import Call
-from sacplan.record.step import Step as TrainingStep
-from sacplan.running.measure import measured_step
 from sacplan.techniques.recompute.executor.lookup import Lookup
 from sacplan.techniques.recompute.executor.recorder import UnitRecorder
 from sacplan.techniques.recompute.executor.slots import SlotTable
@@ -114,24 +112,6 @@ def test_nothing_of_ours_runs_outside_of_units_in_the_forward_pass() -> None:
     with Ops(look) as seen:
         planned(batch())
     assert [one for one in seen.noted if one[0] == "tanh"] == [("tanh", False, None)] * 2  # between the units
-
-
-def test_recomputed_values_are_gone_when_the_step_has_its_next_peak() -> None:
-    """The allocator's own peak, in a later step: what the replay says, for which values die with their last use."""
-    torch.manual_seed(0)
-    layers = [
-        nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.GELU()) for _ in range(4)
-    ]
-    model = nn.Sequential(*(nn.Sequential(layer) for layer in layers))
-    x = torch.randn(512, 256)
-    profile = sacplan.profile(model, x, device="cpu")
-    plan = plan_of(profile, {str(i): sorted(fitting_sites(profile, str(i))) for i in range(4)})
-    sacplan.apply(model, plan)
-    training = TrainingStep(model, x, lambda m, b: m(b).sum(), None)
-    for _ in range(3):
-        measured = measured_step(training, [x]).peak_bytes
-        assert measured == plan.peak_bytes
-    assert plan.peak_bytes < 0.9 * profile.peak_bytes
 
 
 # --- the same decisions ---------------------------------------------------------------------------
