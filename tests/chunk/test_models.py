@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import sacplan
+from benchmarks.harness.mixed_plans import plan_with
 from sacplan.core.decisions import Chunk
 from sacplan.techniques.chunk.executor.install import InstalledChunks
 from tests.support.chunks import close, step
@@ -84,10 +86,13 @@ def test_the_loss_inside_of_the_model(name: str) -> None:
     model, batch = made(name), batch_of()
     plain = step(model, batch, own_loss)
     _, _, unit, near = MODELS[name]
-    installed = InstalledChunks(model, [Chunk(unit, "rest", 4, 1)])
-    got = step(model, batch, own_loss)
-    assert not installed.differences
-    assert model.get_submodule(unit).forward.tally.loops == 1
+    plan = plan_with(sacplan.profile(model, batch, own_loss, device="cpu"), [Chunk(unit, "rest", 4, 1)])
+    for run in ("fake", "real"):
+        assert sacplan.verify(model, batch, plan, own_loss, run=run).peak_bytes == plan.peak_bytes  # type: ignore[arg-type]
+    with sacplan.apply(model, plan) as handle:
+        got = step(model, batch, own_loss)
+        assert not handle.differences
+        assert model.get_submodule(unit).forward.tally.loops == 1
     close(got, plain, near=near)
 
 

@@ -16,7 +16,6 @@ import sacplan
 from benchmarks.harness.steps import run_peaks
 from sacplan.core.program import StorageKind
 from sacplan.record.state import preserved_state
-from sacplan.record.step import Step
 from sacplan.testing import assert_step_fits
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction
@@ -221,12 +220,3 @@ def test_a_step_that_has_to_fit_counts_them_too() -> None:
     check()
     with pytest.raises(AssertionError, match="gradients of 2 micro-batches"):
         check(accumulation_steps=2)
-
-
-def test_the_steps_own_micro_batch_is_what_accumulates() -> None:
-    model = model_of()
-    step = Step(model, BATCH, cross_entropy, None, "train", 2)
-    step.accumulate()
-    before = [p.grad for p in model.parameters()]
-    step.run()
-    assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))

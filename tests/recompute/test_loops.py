@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import sacplan
-from tests.support.slow import slow_after
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo.language_models import LM, cross_entropy
 
@@ -234,79 +232,3 @@ def test_batches_of_many_lengths(pair: tuple[LM, LM]) -> None:
         grads_of(planned, batches(4)[0][:, :length], cross_entropy)
     for layer in planned.layers:
         assert len(vars(layer)["forward"]._schedules) == 1
-
-
-# --- order of use: apply, then compile ---
-
-
-def compiled_in_place(model: LM) -> Any:
-    model.compile(backend="aot_eager")
-    return model
-
-
-def layers_compiled_in_place(model: LM) -> Any:
-    for layer in model.layers:
-        layer.compile(backend="aot_eager")
-    return model
-
-
-def compiled_around(model: LM) -> Any:
-    return torch.compile(model, backend="aot_eager")
-
-
-def kept_bytes(model: Any) -> int:
-    """Bytes of the storages that autograd takes in a forward pass."""
-    taken: dict[int, int] = {}
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        taken[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = cross_entropy(model, batches(8)[0])
-    del loss
-    return sum(taken.values())
-
-
-@pytest.fixture(scope="module")
-def plan_without_dropout() -> sacplan.Plan:
-    return plan_for(without_dropout())
-
-
-def without_dropout() -> LM:
-    """The random numbers of compiled dropouts depend on what else is in the graph."""
-    model = make_model()
-    for layer in model.layers:
-        layer.dropout = layer.mlp[3].p = 0.0
-    return model
-
-
-@pytest.mark.parametrize(
-    ("compiled", "order"),
-    slow_after(
-        2,
-        [
-            (compiled_in_place, "apply first"),
-            (compiled_in_place, "apply last"),
-            (compiled_in_place, "apply after a step"),
-            (layers_compiled_in_place, "apply last"),
-            (compiled_around, "apply after a step"),
-        ],
-    ),
-)
-def test_compiled_models_keep_their_plan(
-    plan_without_dropout: sacplan.Plan, compiled: Callable[[LM], Any], order: str
-) -> None:
-    torch._dynamo.reset()
-    batch = batches(8)[0]
-    plain = compiled(without_dropout())
-    model = without_dropout()
-    if order == "apply first":
-        sacplan.apply(model, plan_without_dropout)
-    called = compiled(model)
-    if order == "apply after a step":
-        grads_of(called, batch, cross_entropy)
-    if order != "apply first":
-        sacplan.apply(model, plan_without_dropout)
-    assert bit_equal(*(grads_of(m, batch, cross_entropy) for m in (plain, called)))
-    assert kept_bytes(called) < 0.9 * kept_bytes(plain)
