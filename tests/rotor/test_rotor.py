@@ -1,4 +1,4 @@
-"""Rotor: the sequence against a simulator and a search that know no recurrence, and against published totals."""
+"""Rotor: two engines in every cell, and the sequence against a simulator and a search that know no recurrence."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from sacplan.solvers.rotor.rotor import (
     OperationKind,
     RotorResult,
 )
+from tests.support.rotor_reference import reference_tables, rotor_by_reference
 from tests.support.slow import slow_after
 
 K = OperationKind
@@ -52,6 +53,15 @@ def chains(
     forward_ms = draw(st.lists(times, min_size=n, max_size=n))
     backward_ms = draw(st.lists(times, min_size=n + 1, max_size=n + 1))
     return sacplan.Chain(forward_ms, backward_ms, x, xbar, sizes(n), sizes(n + 1))
+
+
+def equal(one: RotorResult, two: RotorResult) -> bool:
+    return (
+        np.array_equal(one.table, two.table)
+        and np.array_equal(one.choices, two.choices)
+        and one.operations == two.operations
+        and (one.total_ms, one.peak_bytes, one.strict) == (two.total_ms, two.peak_bytes, two.strict)
+    )
 
 
 # A chain's memory as a set of named values, shared by the simulator and the search: ("x", i) the input of stage i,
@@ -179,7 +189,7 @@ def all_operations(stages: int, back: int) -> Iterator[Operation]:
 
 
 @pytest.mark.parametrize("path", slow_after(4, sorted(DATA.glob("*.json"))), ids=lambda p: p.stem)
-def test_sequences_of_real_chains_are_legal_and_within_the_budget(path: Path) -> None:
+def test_engines_agree_on_real_chains(path: Path) -> None:
     chain = load(path)
     budget = 500
     try:
@@ -188,6 +198,8 @@ def test_sequences_of_real_chains_are_legal_and_within_the_budget(path: Path) ->
         budget = error.smallest_feasible_bytes
         assert budget > 500
         fast = sacplan.rotor(chain, budget)
+    reference = rotor_by_reference(chain, budget)
+    assert equal(fast, reference)
     total_ms, peak = simulate(fast, chain.in_slots(budget, 500))
     assert total_ms == fast.total_ms  # whole numbers below 2**53: any order of addition is exact
     assert peak <= 500
@@ -237,10 +249,13 @@ def test_gradient_that_waits_behind_a_segment_counts() -> None:
     chain = sacplan.Chain([1, 3, 3], [1, 4, 4, 1], [1, 2, 3, 2], [1, 6, 3, 4], [4, 0, 2], [0, 0, 3, 2])
     result = sacplan.rotor(chain, 13, 13)
     assert result.strict
+    assert equal(result, rotor_by_reference(chain, 13, 13))
     sizes = chain.in_slots(13, 13)
     assert simulate(result, sizes) == (result.total_ms, result.peak_bytes)
     assert result.peak_bytes <= 13
     assert result.total_ms == cheapest_persistent(chain, sizes, 13) == 22
+    loose, _ = reference_tables(chain, sizes, 13, strict=False)
+    assert loose[13 - 1, 0, 3] < 22  # a promise that no sequence keeps
     assert not sacplan.rotor(chain, 14, 14).strict
 
 
@@ -291,7 +306,7 @@ def test_the_named_budget_is_the_smallest_that_works(chain: sacplan.Chain, slots
     assert sacplan.rotor(chain, smallest, slots).peak_bytes <= smallest
     assert sacplan.rotor(chain, smallest + max(0, scale), slots).total_ms >= chain.step_ms * (1 - 1e-12)
     with pytest.raises(sacplan.InfeasibleBudget) as again:
-        sacplan.rotor(chain, smallest - 1, slots)
+        rotor_by_reference(chain, smallest - 1, slots)
     assert again.value.smallest_feasible_bytes == smallest
 
 
