@@ -54,12 +54,15 @@ class KeptNumbers:
         self._storages = storages
         self._kept: dict[int, list[int]] = {}  # autograd's next sequence number to storages
         self._ends: dict[int, weakref.ref[_NodeLives]] = {}  # such a storage to what its node holds
+        self._awaited: Any = None
         # The latest kept storage: the output of its op, the next sequence number, and the storage.
         self.latest: tuple[weakref.ref[torch.Tensor], int, int] | None = None
 
     def keep(self, func: Any, args: Any, outputs: Sequence[torch.Tensor]) -> None:
         """Enter the number that an op of the forward pass has autograd keep, if it does."""
-        if not self._nbytes or not keeps_a_number(func, args):
+        kept = func is self._awaited or keeps_a_number(func, args)
+        self._awaited = None
+        if not self._nbytes or not kept:
             return  # on a GPU these tensors lie on the host
         # A write to a view is a node inside of another, ``CopySlices``, which is made next, and which the engine runs.
         next_node = autograd_sequence_number() + (func in _IN_PLACE and args[0]._is_view())
@@ -69,6 +72,11 @@ class KeptNumbers:
         self._kept.setdefault(next_node, []).append(storage)
         if outputs:
             self.latest = weakref.ref(outputs[0]), next_node, storage
+
+    def await_local(self, func: Any, args: Any) -> None:
+        """Have the op on a local tensor that follows keep the number of this op on a DTensor, whose node is made."""
+        if keeps_a_number(func, args):
+            self._awaited = func
 
     def given_bytes(self, node: int | None, func: Any, args: Any) -> int:
         """Return the bytes of the number that an op of the backward pass takes from the node that keeps it.

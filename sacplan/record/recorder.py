@@ -35,9 +35,9 @@ from sacplan.device.devices import DeviceSpec
 from sacplan.device.host_step import rank_step_ms
 from sacplan.device.op_kernels import Call
 from sacplan.device.workspace import formula_bytes, workspace_bytes
-from sacplan.record.again import noted
 from sacplan.record.autograd_nodes import AutogradNodes, KeptNumbers
 from sacplan.record.calls import arguments_of, plain_tensors
+from sacplan.record.executor_notes import noted
 from sacplan.record.fake_data import DataRules
 from sacplan.record.filled import only_filled
 from sacplan.record.in_place import InPlaceWrites, plain_formulas
@@ -200,6 +200,8 @@ class Recorder(Watching):
         self._training.__enter__()
         self._saved.__enter__()
         self._watched = contextlib.ExitStack()
+        self._watched.callback(setattr, noted, "deferred", noted.deferred)
+        noted.deferred = self._deferred
         # Not around compiled code: Dynamo guards torch's functions, and would compile again.
         if not inductor.is_compiling_dry():
             self._watched.enter_context(noted_generator_states(self._took_state))
@@ -302,10 +304,7 @@ class Recorder(Watching):
         if device is not None:
             return device
         if is_deferred(types):
-            if has_local_parts(types):  # what runs in slices runs later, and no op follows now
-                self._in_place.defers(func)
-                if not self._paused and self._phase() is Phase.FORWARD:
-                    self._calls.note_dtensors()
+            self._deferred(func, types, args)
             return NotImplemented
         if is_composite(func):
             return run_in_parts(self, func, args, kwargs)
@@ -336,6 +335,22 @@ class Recorder(Watching):
         except Exception as error:
             self._fail(error)
         return out
+
+    def _deferred(self, func: Any, types: Any, args: Any) -> None:
+        """Note an op that is not seen: one on local tensors follows, or it runs in slices, later.
+
+        Autograd's node for it is made, and runs, as any other.
+        """
+        phase = None if self._paused else self._phase()
+        if has_local_parts(types):
+            self._in_place.defers(func)
+            self._numbers.await_local(func, args)
+            if phase is Phase.FORWARD:
+                self._calls.note_dtensors()
+        elif phase is Phase.FORWARD:
+            self._numbers.keep(func, args, ())
+        elif phase is Phase.BACKWARD:
+            self._nodes.follow()
 
     def _figures(self, call: Call, seen: SeenOp | None) -> Figures:
         """Return what an op costs. One that is looked up remembers that, and how its outputs are made."""

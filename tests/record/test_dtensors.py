@@ -28,7 +28,7 @@ from sacplan.torch_compat.ops import is_computation
 from sacplan.torch_compat.private import ranks_of_group
 from tests.support.steps import bit_equal
 from tests.support.steps import mean_square as loss_fn
-from tests.zoo.layers import FeedForward
+from tests.zoo.layers import FeedForward, FromFunction
 from tests.zoo.parallel import Sequences, mean_square, parallel_sequences
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
@@ -120,6 +120,24 @@ def test_replicated_dtensors_are_recorded_as_plain_ones(mesh: Any, device: str) 
         distributed(mlp(), mesh), x, _replicated_loss(mesh), torch.optim.SGD, device
     )
     assert again.recorded == found.recorded
+
+
+def test_numbers_that_autograd_keeps_count_beside_dtensors(mesh: Any) -> None:
+    def forward(self: FromFunction, x: Any) -> torch.Tensor:
+        hidden = self.layer(x)
+        for _ in range(8):
+            hidden = hidden.sin() * 2.0 + hidden
+        return hidden.to_local().sum()  # type: ignore[no-any-return]
+
+    from torch.distributed.tensor import DTensor
+
+    model = distributed(FromFunction(forward, layer=nn.Linear(4, 4)), mesh)
+    x = DTensor.from_local(torch.zeros(2, 4), mesh)
+    profile = sacplan.profile(model, x, device="cpu")
+    for plan in sacplan.plan(profile), sacplan.plan(profile, "smallest"):
+        assert sacplan.verify(model, x, plan).peak_bytes == plan.peak_bytes
+        assert sacplan.verify(model, x, plan, run="real").peak_bytes == plan.peak_bytes
+    assert plan.units
 
 
 @pytest.mark.parametrize("trace", ["fake", "real"])

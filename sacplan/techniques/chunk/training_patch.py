@@ -11,12 +11,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
-from sacplan.core.program import Event, Phase, StorageKind
+from sacplan.core.program import Event, Phase
 from sacplan.core.rewriting import PatchBuilder
 from sacplan.record.rehearsal import RehearsedOps
 from sacplan.techniques.chunk.deferral import DeferredRun
@@ -135,12 +134,6 @@ class ChunkPatch:
             made_at: by storage of a result, where a loop makes it. It is held from there on.
         """
         program, tensors = self.program, self.run.tensors
-        on_cpu = self.run.rehearsal.device.kind == "cpu"  # elsewhere they do not count
-        readers = Counter(s for op in program.ops for s in op.reads)
-        numbers = {s for i in self.run.ran if on_cpu and (s := self._number_after(i, readers)) is not None}
-        for s in numbers:
-            for at in program.liveness.events_of[s]:
-                self.events.setdefault(at, [])
         for s in (*tensors.storages, tensors.begins):
             for at in program.liveness.events_of[s]:
                 code, arg = program.events[at]
@@ -173,18 +166,6 @@ class ChunkPatch:
         for s, i in last.items():
             if s in self.run.tensors.storages and s not in outputs:
                 self.events[self._at(i)].append((_FREE, s))
-
-    def _number_after(self, op: int, readers: Mapping[int, int]) -> int | None:
-        """Return the tensor that a Python number became and that autograd keeps for an op; lazy tensors have none.
-
-        The recording allocates it just after the op, and shows no op that writes or reads it.
-        """
-        program = self.program
-        at = self._at(op) + 1
-        code, arg = program.events[at] if at < len(program.events) else (-1, -1)
-        if code != _ALLOC or program.storage_kinds[arg] is not StorageKind.OTHER or arg in program.writer:
-            return None
-        return arg if not readers[arg] else None
 
     def _hold(self) -> list[int]:
         """Take handles on what the loops read that no loop makes: what enters, and what deferred ops read besides.

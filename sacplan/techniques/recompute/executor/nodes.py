@@ -25,7 +25,7 @@ import torch
 
 from sacplan.core.elements import CallSite
 from sacplan.errors import RecipeError
-from sacplan.record.again import noted
+from sacplan.record.executor_notes import noted
 from sacplan.techniques.recompute.executor.draws import Draw
 from sacplan.techniques.runtime.recording import here
 from sacplan.techniques.runtime.saved import SavedStorage

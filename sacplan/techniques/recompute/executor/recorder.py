@@ -17,8 +17,8 @@ import torch
 from sacplan.core.elements import CallSite
 from sacplan.core.places import StepDifference
 from sacplan.errors import RecipeError
-from sacplan.record.again import noted
 from sacplan.record.calls import plain_tensors
+from sacplan.record.executor_notes import noted
 from sacplan.techniques.recompute.executor.draws import draw_of
 from sacplan.techniques.recompute.executor.handles import (
     FirstStep,
@@ -187,6 +187,7 @@ class UnitRecorder(Watching):
             self._at += 1
             return func(*args, **kwargs) if kwargs else func(*args)
         if types and is_deferred(types):
+            noted.deferred(func, types, args)
             return NotImplemented  # the ops on the tensors that these stand for come here, too
         if self.paused:
             return func(*args, **(kwargs or {}))
