@@ -414,6 +414,17 @@ def test_inference(reshard: bool | int | None) -> None:
     assert mixed.peak_bytes < plain.peak_bytes
 
 
+def test_what_leaves_a_unit_is_kept() -> None:
+    program = profiled(
+        lm(), tokens(), models.cross_entropy, ranks=sacplan.FSDP2(RANKS, ("layers.*", ""))
+    ).program
+    assert program.gathering == {"", "layers.0", "layers.1", "layers.2"}
+    scopes = set(program.calls["layers.1"])
+    layer = [op for op in program.ops if op.phase == Phase.FORWARD and op.scope in scopes]
+    added = [op.recomputable for op in layer if op.name == "aten.add.Tensor"]
+    assert added[-2:] == [True, False]  # the residual stream within the layer, and the layer's output
+
+
 def test_replicas_hold_gradients_twice() -> None:
     whole, rank = (
         profiled(lm(), tokens(), models.cross_entropy, ranks=ranks) for ranks in (None, sacplan.DDP(2))
