@@ -19,7 +19,7 @@ from sacplan.record.host_state import CPUOffloadSizes
 from sacplan.techniques.chunk.entries import backward_chunks
 from sacplan.techniques.chunk.executor.install import InstalledChunks
 from sacplan.techniques.registry import rewritten
-from tests.chunk.test_memory import fake
+from tests.chunk.test_module_plans import assert_is_the_fake_step
 from tests.zoo.language_models import TokenModel
 from tests.zoo.language_models import cross_entropy as loss_fn
 
@@ -82,14 +82,9 @@ def gradients(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("device", ["cpu", "h100"])
-def test_the_rewritten_step_is_the_fake_one(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.chunk.test_memory.loss_fn", loss_fn)
-    profile = profile_on(device)
-    expected = rewritten(profile.program, NORMS, profile.spec)
-    seen = fake(*make_case(), list(NORMS), device)
-    assert expected.footprint.peak_bytes == seen.peak_bytes < profile.peak_bytes
-    assert expected.flops == seen.program.flops
-    assert expected.step_ms == pytest.approx(seen.program.step_ms)
+def test_the_rewritten_step_is_the_fake_one(device: str) -> None:
+    assert plan_by_hand(profile_on(device), NORMS, "by hand").peak_bytes < profile_on(device).peak_bytes
+    assert_is_the_fake_step(profile_on(device), *make_case(), NORMS)
 
 
 def test_what_a_norm_returns_is_recomputed() -> None:

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import sacplan
+from benchmarks.harness.mixed_plans import plan_with
+from sacplan.core.decisions import Chunk
 from sacplan.errors import ChunkError
 from sacplan.techniques.chunk.executor.forward import ChunkedForward
 from sacplan.techniques.chunk.executor.values import SlicedRegion
@@ -115,6 +118,24 @@ def test_a_loss_outside_of_the_model(model: LM, batch: torch.Tensor, name: str, 
         got = step(model, batch, LOSSES[name])
         assert loops_of(model) == 1
     close(got, plain, near=("head.",))
+    assert_predicted(model, batch, LOSSES[name], slices)
+
+
+def assert_predicted(
+    model: nn.Module,
+    batch: torch.Tensor,
+    loss_fn: Loss,
+    slices: int,
+    devices: tuple[str, ...] = ("cpu", "h100"),
+) -> None:
+    """What the slices are said to take is what a fake step takes."""
+    for device in devices:
+        profile = sacplan.profile(model, batch, loss_fn, device=device)
+        plan = plan_with(profile, [Chunk("head", "rest", slices, 1)])
+        seen = sacplan.verify(model, batch, plan, loss_fn)
+        assert not seen.differences
+        assert seen.peak_bytes == plan.peak_bytes
+        assert seen.step_ms == pytest.approx(plan.planned_ms, rel=1e-6)
 
 
 @pytest.mark.parametrize(("loss_fn", "loops"), [(weighted, 1), (picked, 2), (transposed, 1), (smooth, 1)])
@@ -125,6 +146,7 @@ def test_a_loss_whose_rows_are_only_close(model: LM, batch: torch.Tensor, loss_f
         got = step(model, batch, loss_fn)
         assert loops_of(model) == loops
     close(got, plain, near=("",), rtol=2e-6)
+    assert_predicted(model, batch, loss_fn, 8, ("cpu",))
 
 
 def distilled() -> FromFunction:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,11 +10,9 @@ from torch import nn
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from sacplan.core.decisions import Chunk
-from sacplan.profiling.profile import Profile
-from sacplan.profiling.tracing import StepRequest, trace_step
 from sacplan.record.step import Step
 from sacplan.running.measure import measured_step
-from sacplan.techniques.chunk.executor.install import InstalledChunks
+from tests.support.chunks import allocations
 from tests.support.steps import mean_square as loss
 from tests.zoo.language_models import LM, tokens
 from tests.zoo.layers import FromFunction
@@ -26,33 +22,6 @@ VOCAB = 3001
 
 def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(x)[:, :-1].reshape(-1, VOCAB), x[:, 1:].flatten())
-
-
-def fake(model: nn.Module, batch: torch.Tensor, decisions: list[Chunk], device: str = "cpu") -> Profile:
-    """The profile of a fake step with chunks."""
-    found: list[Any] = []
-
-    def prepare(copy: nn.Module) -> InstalledChunks:
-        found.append(InstalledChunks(copy, decisions))
-        return found[-1]
-
-    how: dict[str, Any] = {
-        "prepare": prepare if decisions else None,
-        "saved": "observe" if decisions else "virtual",
-    }
-    seen = trace_step(StepRequest(model, batch, loss_fn, None, device, "cost-model", "fake", **how))
-    assert all(not installed.differences for installed in found)
-    return seen
-
-
-def measured(model: nn.Module, batch: torch.Tensor, decisions: list[Chunk]) -> int:
-    installed = InstalledChunks(model, decisions)
-    try:
-        step = Step(model, batch, loss_fn, None, "train")
-        measured_step(step, [batch])
-        return measured_step(step, [batch]).peak_bytes
-    finally:
-        installed.remove()
 
 
 @pytest.fixture
@@ -78,13 +47,16 @@ def test_what_begins_the_backward_pass_is_there_until_its_end() -> None:
 def test_half_precision_gradients_are_added_in_float32_without_a_temporary_of_their_size(model: LM) -> None:
     batch, weight_bytes = tokens(2, 64, VOCAB), VOCAB * 32 * 2
     model.bfloat16()
-    own = fake(model, batch, [Chunk("head", "rest", 16, 1, accumulate="parameter")])
-    wide = fake(model, batch, [Chunk("head", "rest", 16, 1)])
-    assert wide.program.flops == own.program.flops
-    products = [op for op in wide.program.ops if op.name == "aten.mm.default" and op.writes]
-    sizes = [max(wide.program.storage_bytes[s] for s in op.writes) for op in products]
-    assert max(sizes) < weight_bytes / 3
-    assert wide.peak_bytes == measured(model, batch, [Chunk("head", "rest", 16, 1)])
+    profile = sacplan.profile(model, batch, loss_fn, device="cpu")
+    own = plan_with(profile, [Chunk("head", "rest", 16, 1, accumulate="parameter")])
+    wide = plan_with(profile, [Chunk("head", "rest", 16, 1)])
+    assert profile.with_plan(wide).flops == profile.with_plan(own).flops
+    with sacplan.apply(model, wide):
+        sizes, _ = allocations(lambda: loss_fn(model, batch).backward())
+    # Gradients of the embedding and of the head, and the sum in float32.
+    assert (sizes.count(weight_bytes), sizes.count(2 * weight_bytes)) == (2, 1)
+    for run in ("fake", "real"):
+        assert sacplan.verify(model, batch, wide, loss_fn, run=run).peak_bytes == wide.peak_bytes  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("n_slices", [64])

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import sacplan
+from benchmarks.harness.mixed_plans import plan_with
 from sacplan.core.decisions import Chunk
 from sacplan.techniques.chunk.executor.install import InstalledChunks
 from tests.support.chunks import close, step
@@ -21,6 +23,12 @@ _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 # Class, configuration, unit, and the parameters of the unit with those that are tied to them.
 MODELS: dict[str, tuple[str, dict[str, Any], str, tuple[str, ...]]] = {
     "llama": ("LlamaForCausalLM", {**_BASE, "num_key_value_heads": 1}, "lm_head", ("lm_head",)),
+    "llama, with an adapter on its head": (
+        "LlamaForCausalLM",
+        {**_BASE, "num_key_value_heads": 1},
+        "base_model.model.lm_head",
+        ("base_model.model.lm_head",),
+    ),
     "gemma2": (
         "Gemma2ForCausalLM",
         {**_BASE, "num_key_value_heads": 1, "head_dim": 16, "final_logit_softcapping": 5.0},
@@ -51,10 +59,14 @@ _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def made(name: str) -> nn.Module:
-    kind, config, _, _ = MODELS[name]
+    kind, config, unit, _ = MODELS[name]
     cls = getattr(transformers, kind)
     torch.manual_seed(0)
     model: nn.Module = cls(cls.config_class(vocab_size=VOCAB, use_cache=False, **_SPECIAL, **config))
+    if unit.startswith("base_model"):
+        peft = pytest.importorskip("peft")
+        adapter = {"target_modules": ["q_proj", "lm_head"], "lora_dropout": 0.0, "init_lora_weights": False}
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, **adapter))
     return model
 
 
@@ -68,32 +80,20 @@ def own_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return model(**batch).loss  # type: ignore[no-any-return]
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_loss_inside_of_the_model(name: str) -> None:
     model, batch = made(name), batch_of()
     plain = step(model, batch, own_loss)
     _, _, unit, near = MODELS[name]
-    installed = InstalledChunks(model, [Chunk(unit, "rest", 4, 1)])
-    got = step(model, batch, own_loss)
-    assert not installed.differences
-    assert model.get_submodule(unit).forward.tally.loops == 1
+    plan = plan_with(sacplan.profile(model, batch, own_loss, device="cpu"), [Chunk(unit, "rest", 4, 1)])
+    for run in ("fake", "real"):
+        assert sacplan.verify(model, batch, plan, own_loss, run=run).peak_bytes == plan.peak_bytes  # type: ignore[arg-type]
+    with sacplan.apply(model, plan) as handle:
+        got = step(model, batch, own_loss)
+        assert not handle.differences
+        assert model.get_submodule(unit).forward.tally.loops == 1
     close(got, plain, near=near)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:peft.*")
-def test_an_adapter_on_the_head() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "lm_head"], lora_dropout=0.0, init_lora_weights=False
-    )
-    model, batch = peft.get_peft_model(made("llama"), config), batch_of()
-    plain = step(model, batch, own_loss)
-    unit = "base_model.model.lm_head"
-    installed = InstalledChunks(model, [Chunk(unit, "rest", 4, 1)])
-    got = step(model, batch, own_loss)
-    assert not installed.differences
-    assert model.get_submodule(unit).forward.tally.loops == 1
-    close(got, plain, near=(unit,))
 
 
 def test_outputs_that_are_held_until_the_next_step() -> None:

@@ -15,16 +15,14 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
-from sacplan.core.decisions import Chunk
+from sacplan.core.decisions import Chunk, Decision
 from sacplan.core.program import CallSite, Program
-from sacplan.device.devices import DeviceSpec
 from sacplan.planning import search
 from sacplan.planning.request import Request
 from sacplan.techniques.chunk.chunk_entry import CannotChunk
 from sacplan.techniques.chunk.entries import loss_chunks, module_chunks, offer_of
 from sacplan.techniques.chunk.rest import training_chunk
 from sacplan.techniques.registry import rewritten
-from tests.chunk.test_memory import fake
 from tests.support.plans import discarding
 from tests.support.steps import mean_square
 from tests.zoo.language_models import TokenModel
@@ -79,16 +77,21 @@ def mlps(slices: int) -> list[Chunk]:
 
 @pytest.mark.parametrize(("slices", "device"), [(1, "cpu"), (3, "h100"), (7, "cpu")])
 def test_the_rewritten_step_is_the_fake_one(
-    case: tuple[nn.Module, torch.Tensor], slices: int, device: str, monkeypatch: pytest.MonkeyPatch
+    case: tuple[nn.Module, torch.Tensor], slices: int, device: str
 ) -> None:
-    monkeypatch.setattr("tests.chunk.test_memory.loss_fn", loss_fn)
     profile = profile_on(device)
-    decisions = [*mlps(slices), Chunk("head", "rest", 4, 1)]
-    expected = rewritten(profile.program, decisions, profile.spec)
-    seen = fake(*case, decisions, device)
-    assert expected.footprint.peak_bytes == seen.peak_bytes
-    assert expected.flops == seen.program.flops
-    assert expected.step_ms == pytest.approx(seen.program.step_ms)
+    assert_is_the_fake_step(profile, *case, [*mlps(slices), Chunk("head", "rest", 4, 1)])
+
+
+def assert_is_the_fake_step(
+    profile: sacplan.Profile, model: nn.Module, batch: torch.Tensor, decisions: Sequence[Decision]
+) -> None:
+    expected = plan_with(profile, decisions)
+    seen = sacplan.verify(model, batch, expected, loss_fn)
+    assert not seen.differences
+    assert expected.peak_bytes == seen.peak_bytes
+    assert expected.planned_ms == pytest.approx(seen.step_ms)
+    assert seen.recompute_flops == profile.with_plan(expected).flops - profile.program.flops
 
 
 def test_effects_add_up_with_those_of_recomputation() -> None:
@@ -295,25 +298,15 @@ def test_a_handle_on_a_module_with_both_is_removed() -> None:
 # --- how much is rehearsed
 
 
-class Pooled(nn.Module):
+def pooled(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
     """Two modules of one name and one number of ops, of which one reads a parameter and no activation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.ModuleDict({"norm": nn.Linear(8, 8)})
-        self.pool = nn.ModuleDict({"norm": nn.Linear(8, 8)})
-        self.query, self.head = nn.Parameter(torch.randn(64, 8)), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.block["norm"](x * 2) + self.pool["norm"](self.query))
-
-
-def recorded(model: nn.Module, batch: torch.Tensor) -> tuple[Program, DeviceSpec]:
-    profile = sacplan.profile(model, batch, lambda m, x: m(x).square().mean(), device="cpu")
-    return profile.program, profile.spec
+    return self.head(self.block["norm"](x * 2) + self.pool["norm"](self.query))
 
 
 def test_modules_of_one_name_need_not_be_alike() -> None:
-    program, spec = recorded(Pooled(), torch.randn(64, 8))
-    (found,) = module_chunks(program, program.calls["block.norm"][0], spec)
+    parts = {name: nn.ModuleDict({"norm": nn.Linear(8, 8)}) for name in ("block", "pool")}
+    model = FromFunction(pooled, **parts, query=nn.Parameter(torch.randn(64, 8)), head=nn.Linear(8, 8))
+    profile = sacplan.profile(model, torch.randn(64, 8), mean_square, device="cpu")
+    program = profile.program
+    (found,) = module_chunks(program, program.calls["block.norm"][0], profile.spec)
     assert found[0].unit == "block.norm"

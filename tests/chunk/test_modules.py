@@ -11,12 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import sacplan
 from sacplan.core.decisions import Chunk
 from sacplan.errors import ChunkError
 from sacplan.techniques.chunk.executor.install import InstalledChunks
 from tests.support.chunks import VOCAB, close, step
-from tests.support.plans import discarding
 from tests.support.threads import at_once
 from tests.zoo.language_models import LM, tokens
 from tests.zoo.language_models import cross_entropy as plain_loss
@@ -233,22 +231,6 @@ def test_dropout_draws_what_the_whole_would_draw(batch: torch.Tensor) -> None:
     got = step(model, batch, plain_loss)
     assert "bernoulli" in str(installed.differences[0])
     close(got, plain, near=NEAR)
-
-
-@pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
-def test_a_unit_that_recomputes_around_a_module_in_slices(model: LM, batch: torch.Tensor) -> None:
-    """No plan has that; gradients are right all the same, also where the unit is the whole model."""
-    profile = sacplan.profile(model, batch, plain_loss, device="cpu")
-    program = profile.program
-    plain = step(model, batch, plain_loss)
-    for fqn in ("layers.0", ""):
-        sites = [s for op, s in program.sites(program.calls[fqn][0]).items() if program.ops[op].recomputable]
-        plan = discarding(sacplan.plan(profile, budget="200%"), {fqn: sites}, profile)
-        with sacplan.apply(model, plan):
-            installed = InstalledChunks(model, [*CHUNKS, Chunk("head", "rest", 8, 1)])
-            for _ in range(2):
-                close(step(model, batch, plain_loss), plain, near=(*NEAR, "head."))
-            installed.remove()
 
 
 @pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")

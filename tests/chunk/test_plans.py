@@ -221,18 +221,6 @@ def at_the_end(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(flat(model(x)[:, -8:]), x[:, -8:].flatten())
 
 
-def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A scalar that the kernel leaves in large memory."""
-    return F.mse_loss(model(x), F.one_hot(x, VOCAB).float())
-
-
-def measured(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Logits are looked at beside the loss."""
-    logits = model(x)
-    model.right = (logits.argmax(-1) == x).float().mean()
-    return F.cross_entropy(flat(logits), x.flatten())
-
-
 def with_hidden_penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
     """Something else reads what enters the head."""
     h = model.norm(model.layers[0](model.embed(x)))
@@ -280,12 +268,6 @@ def with_norm_in_head() -> LM:
     return model
 
 
-def tied() -> LM:
-    model = lm()
-    model.head.weight = model.embed.weight
-    return model
-
-
 def pixels() -> nn.Module:
     """A head on [batch, height, width, channels]."""
     torch.manual_seed(0)
@@ -301,24 +283,6 @@ def of_pixels(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, torch.arange(len(logits)) % 200)
 
 
-def with_adapter() -> nn.Module:
-    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    adapter = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "lm_head"], lora_dropout=0.0, init_lora_weights=False
-    )
-    model: nn.Module = peft.get_peft_model(transformers.LlamaForCausalLM(config), adapter)
-    return model
-
-
-def own_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=x, labels=x).loss  # type: ignore[no-any-return]
-
-
 def fused(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, fused=True)
 
@@ -327,16 +291,12 @@ STEPS: dict[str, Callable[[], Case]] = {
     "with an optimizer": lambda: Case(lm(), batch_of(), cross_entropy, torch.optim.AdamW),
     "with a fused optimizer": lambda: Case(lm(), batch_of(), cross_entropy, fused),
     "the last tokens alone": lambda: Case(lm(), batch_of(), at_the_end),
-    "squares": lambda: Case(lm(), batch_of(), squares),
-    "accuracy": lambda: Case(lm(), batch_of(), measured),
     "a penalty on what enters": lambda: Case(lm(), batch_of(), with_hidden_penalty),
     "an auxiliary loss": lambda: Case(auxiliary(), batch_of(), with_auxiliary),
     "a head of values": lambda: Case(second_head(1), batch_of(), with_values),
     "two heads": lambda: Case(second_head(VOCAB), batch_of(), with_two_heads),
     "a norm in the head": lambda: Case(with_norm_in_head(), batch_of(), cross_entropy),
-    "tied weights": lambda: Case(tied(), batch_of(), cross_entropy),
     "pixels": lambda: Case(pixels(), torch.randn(2, 3, 8, 20), of_pixels),
-    "an adapter on the head": lambda: Case(with_adapter(), batch_of(), own_loss),
     "one sample": lambda: Case(lm(), batch_of(1, 100), cross_entropy),
 }
 

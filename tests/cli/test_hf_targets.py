@@ -52,9 +52,14 @@ def test_families(name: str, tmp_path: Path) -> None:
     """A loss of its own in a step without data, and the same loss backpropagates in a real one."""
     task, arguments = FAMILIES[name]
     model_class, config, _ = hf_models.ARCHITECTURES[name]("small")
-    target = load_target(
-        _saved(config, tmp_path, architectures=[model_class.__name__]), ModelOptions(batch=2, dtype="float32")
+    saved, options = (
+        _saved(config, tmp_path, architectures=[model_class.__name__]),
+        ModelOptions(batch=2, dtype="float32"),
     )
+    target, real = load_target(saved, options), load_target(saved, options, "cpu")
+    loss = real.model(**real.batch).loss
+    loss.backward()
+    assert torch.isfinite(loss)
     assert target.facts["model"] == model_class.__name__
     assert target.facts["task"] == task
     assert "loss" not in target.facts

@@ -15,28 +15,13 @@ from sacplan.record.step import Step
 from sacplan.running.measure import measured_step
 from tests.support.steps import grads_of
 from tests.support.steps import mean_square as loss_fn
+from tests.zoo.layers import MLP, Residual, Stack
 
 X = torch.randn(512, 32)
 
 
-class Perceptron(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
-
-
-class Perceptrons(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Perceptron() for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def perceptrons() -> nn.Module:
+    return Stack(Residual(MLP(32)) for _ in range(4))
 
 
 def profile_under(
@@ -44,7 +29,7 @@ def profile_under(
 ) -> tuple[sacplan.Profile, sacplan.CompiledGraph]:
     with sacplan.compile_budget(budget, calls=calls) as held:
         how: dict[str, Any] = {"modules": [modules], "backend": "inductor"}
-        found = sacplan.profile(Perceptrons(), X, loss_fn, device="cpu", compile=how)
+        found = sacplan.profile(perceptrons(), X, loss_fn, device="cpu", compile=how)
     assert config.custom_partitioner_fn is None
     return found, held.graphs[0]
 
@@ -65,35 +50,21 @@ def test_the_peak_holds_the_budget_and_costs_more_the_smaller_it_is() -> None:
     assert times == sorted(times)
 
 
-class ConvNorms(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(5))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = nn.functional.gelu(norm(conv(x)))
-        return x
-
-
-class Pyramid(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(ConvNorms() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = self.layers
-        return second(nn.functional.max_pool2d(first(x), 2))  # type: ignore[no-any-return]
-
-
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_graph_whose_sizes_are_symbols_is_split_like_others() -> None:
     """Lowering a split must not fix the sizes for those that are lowered next."""
-    how: dict[str, Any] = {"modules": ["layers.*"], "backend": "inductor"}
+    how: dict[str, Any] = {"backend": "inductor"}
+    first, second = (
+        nn.Sequential(
+            *(m for _ in range(5) for m in (nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU()))
+        )
+        for _ in range(2)
+    )
+    pyramid = Stack([first, nn.MaxPool2d(2), second])
+    how["modules"] = ["layers.0", "layers.2"]
     with sacplan.compile_budget("90%") as held:
-        sacplan.profile(Pyramid(), torch.randn(4, 8, 32, 32), loss_fn, device="cpu", compile=how)
+        sacplan.profile(pyramid, torch.randn(4, 8, 32, 32), loss_fn, device="cpu", compile=how)
     assert len(held.graphs) == 2
     for graph in held.graphs:
         assert graph.needs_bytes <= graph.budget_bytes < graph.default_bytes
@@ -128,7 +99,7 @@ def test_what_is_no_budget_is_refused_before_anything_is_set() -> None:
 @pytest.mark.slow
 def test_a_really_compiled_step_holds_the_budget_by_its_allocator() -> None:
     torch.compiler.reset()
-    model = Perceptrons()
+    model = perceptrons()
     step = Step(model, X, loss_fn, None)
     with sacplan.compile_budget("75%") as held, config.patch(force_disable_caches=True):
         model.compile()
@@ -139,21 +110,13 @@ def test_a_really_compiled_step_holds_the_budget_by_its_allocator() -> None:
     assert measured_step(step, X).peak_bytes <= graph.budget_bytes < graph.default_bytes
 
 
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + nn.functional.dropout(nn.functional.gelu(layer(x)))
-        return x
-
-
 @pytest.mark.slow
 def test_what_is_dropped_is_the_same_in_both_passes() -> None:
     """PyTorch's own budget draws random numbers anew in the backward pass: pytorch#190758."""
-    model, x = Dropping(), torch.randn(2048, 64)
+    model, x = (
+        Stack(Residual(nn.Linear(64, 64), nn.GELU(), nn.Dropout()) for _ in range(2)),
+        torch.randn(2048, 64),
+    )
     expected = grads_of(model, x, loss_fn)
     torch.compiler.reset()
     with (

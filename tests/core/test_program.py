@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
 from sacplan.core.liveness import Fold
 from sacplan.core.program import Event, Phase, Program
+from sacplan.device.op_kernels import Call
 from sacplan.record.step import default_loss
 from sacplan.techniques.recompute.rewrite import discarded_ops, recompute
+from tests.support.ops import Ops
 from tests.zoo import language_models as models
 from tests.zoo.layers import Then
 
@@ -71,21 +72,13 @@ def recorded(name: str) -> Program:
     return sacplan.profile(*made(name), device="cpu").program
 
 
-class Seen(TorchDispatchMode):
-    """What a mode of our own sees of the forward pass of a real step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[str, list[Any], list[Any]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        views = [
-            [(tuple(t.shape), t.stride(), t.storage_offset(), str(t.dtype)) for t in tensors_of(value)]
-            for value in ((args, kwargs or {}), out)
-        ]
-        self.calls.append((str(func), *views))
-        return out
+def _views(call: Call) -> tuple[str, list[Any], list[Any]]:
+    """What a mode sees of a call: the op, and the layouts of what it reads and makes."""
+    views = [
+        [(tuple(t.shape), t.stride(), t.storage_offset(), str(t.dtype)) for t in tensors_of(value)]
+        for value in ((call.args, call.kwargs), call.returned)
+    ]
+    return str(call.func), *views
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
@@ -96,7 +89,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def test_tensors_are_those_of_a_real_step(name: str) -> None:
     model, batch = made(name)
     program = recorded(name)
-    with Seen() as seen:
+    with Ops(_views) as seen:
         loss = default_loss(model, batch)
         loss.backward()
 
@@ -104,7 +97,7 @@ def test_tensors_are_those_of_a_real_step(name: str) -> None:
         t = program.tensors[tensor]
         return (t.shape, t.stride, t.offset, f"torch.{t.dtype}")
 
-    expected = [call for call in seen.calls if "detach" not in call[0]]
+    expected = [call for call in seen.noted if "detach" not in call[0]]
     found = [
         (op.name, list(map(view, op.inputs)), list(map(view, op.outputs)))
         for op in program.ops

@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.autocast_mode import autocast as autocast_class
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
 from sacplan.device.autocast import differing, policies
 from sacplan.device.devices import torch_version
 from sacplan.device.kernels import device_kernels, fake_device
+from sacplan.device.op_kernels import Call
 from sacplan.errors import DeviceError
+from tests.support.ops import Ops, name_of
 from tests.support.threads import at_once
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -211,17 +212,8 @@ def test_binary_cross_entropy_is_refused_as_on_cuda() -> None:
             F.binary_cross_entropy(x, x)
 
 
-class Casts(TorchDispatchMode):
-    """Shapes of the tensors that are cast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default:
-            self.shapes.append(tuple(args[0].shape))
-        return func(*args, **(kwargs or {}))
+def _name_and_shape(call: Call) -> tuple[str, Any]:
+    return name_of(call), getattr(call.args[0], "shape", None) if call.args else None
 
 
 @pytest.mark.parametrize("op", ["linear", "mv"])
@@ -231,19 +223,19 @@ def test_weights_are_cast_once(op: str) -> None:
         weight = nn.Parameter(torch.randn(16, 8))
         run = {"linear": lambda: F.linear(torch.randn(4, 8), weight), "mv": lambda: weight.mv(torch.randn(8))}
         for _ in range(2):  # the cache ends with the context
-            with Casts() as casts, torch.autocast("cuda", dtype=BF16):
+            with Ops(_name_and_shape) as casts, torch.autocast("cuda", dtype=BF16):
                 run[op]()
                 run[op]()
-            assert casts.shapes.count((16, 8)) == 1
-        with Casts() as casts, torch.autocast("cuda", dtype=BF16, cache_enabled=False):
+            assert casts.noted.count(("_to_copy", (16, 8))) == 1
+        with Ops(_name_and_shape) as casts, torch.autocast("cuda", dtype=BF16, cache_enabled=False):
             run[op]()
             run[op]()
-        assert casts.shapes.count((16, 8)) == 2
-        with Casts() as casts, torch.autocast("cuda", dtype=BF16):
+        assert casts.noted.count(("_to_copy", (16, 8))) == 2
+        with Ops(_name_and_shape) as casts, torch.autocast("cuda", dtype=BF16):
             detached = weight.detach()
             F.linear(torch.randn(4, 8), detached)
             F.linear(torch.randn(4, 8), detached)
-        assert casts.shapes.count((16, 8)) == 2
+        assert casts.noted.count(("_to_copy", (16, 8))) == 2
 
 
 def test_a_step_keeps_what_cuda_keeps() -> None:

@@ -18,45 +18,6 @@ from sacplan.device.caching_allocator import (
 KIB = 2**10
 
 
-def test_segments() -> None:
-    for request, segment, counted in [
-        (1, 2 * MIB, 512),
-        (513, 2 * MIB, 1024),
-        (MIB, 2 * MIB, MIB),
-        (MIB + 1, 20 * MIB, MIB + 512),
-        (10 * MIB - 512, 20 * MIB, 10 * MIB - 512),
-        (10 * MIB, 10 * MIB, 10 * MIB),
-        (10 * MIB + 1, 12 * MIB, 10 * MIB + 512),  # what is left is over 1 MiB: split
-        (11 * MIB, 12 * MIB, 12 * MIB),  # what is left is 1 MiB: not split, and counts
-        (19 * MIB + 1, 20 * MIB, 20 * MIB),
-    ]:
-        allocator = CachingAllocator()
-        block = allocator.allocate(request)
-        assert (allocator.reserved_bytes, allocator.allocated_bytes) == (segment, counted), request
-        allocator.free(block)
-        assert (allocator.reserved_bytes, allocator.allocated_bytes) == (segment, 0)
-        assert allocator.peak_allocated_bytes == counted
-
-
-def test_the_smallest_block_that_fits_is_taken_and_neighbours_merge() -> None:
-    allocator = CachingAllocator()
-    large = allocator.allocate(40 * MIB)
-    medium = allocator.allocate(30 * MIB)
-    allocator.free(large)
-    allocator.free(medium)
-    again = allocator.allocate(24 * MIB)  # out of the 30, of which 6 are left
-    assert allocator.reserved_bytes == 70 * MIB
-    rest = allocator.allocate(6 * MIB)
-    assert allocator.reserved_bytes == 70 * MIB
-    allocator.free(again)
-    allocator.free(rest)
-    allocator.allocate(30 * MIB)
-    allocator.allocate(40 * MIB)
-    assert allocator.reserved_bytes == 70 * MIB
-    allocator.allocate(2 * MIB)
-    assert allocator.reserved_bytes == 90 * MIB
-
-
 def test_where_memory_ends_cached_segments_go_back() -> None:
     allocator = CachingAllocator(60 * MIB)
     allocator.free(allocator.allocate(40 * MIB))
@@ -70,13 +31,6 @@ def test_where_memory_ends_cached_segments_go_back() -> None:
     other.free(other.allocate(40 * MIB))
     other.allocate(50 * MIB)
     assert (other.reserved_bytes, other.allocated_bytes, other.retries) == (50 * MIB, 50 * MIB, 1)
-
-
-def test_small_and_large_blocks_do_not_mix() -> None:
-    allocator = CachingAllocator()
-    allocator.free(allocator.allocate(20 * MIB))
-    allocator.allocate(512 * KIB)
-    assert allocator.reserved_bytes == 22 * MIB
 
 
 def test_streams_do_not_share_blocks() -> None:

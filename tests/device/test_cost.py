@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from sacplan.device.cost import CostModel, op_bytes
@@ -17,26 +14,10 @@ from sacplan.device.devices import resolve_device
 from sacplan.device.flops import op_flops
 from sacplan.device.kernels import fake_device
 from sacplan.device.op_kernels import Call
+from tests.support.ops import Ops
 
 aten = torch.ops.aten
 H100 = resolve_device("h100")
-
-
-class Costs(TorchDispatchMode):
-    def __init__(self, model: CostModel) -> None:
-        super().__init__()
-        self.model = model
-        self.flops = 0
-        self.ms = 0.0
-        self.ops: list[tuple[Any, int, float]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        flops, ms = self.model.cost(Call(func, args, kwargs or {}, out))
-        self.flops += flops
-        self.ms += ms
-        self.ops.append((func, flops, ms))
-        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -49,10 +30,10 @@ def test_layer_flops_equal_flop_counter(device: str, dtype: torch.dtype) -> None
         x = torch.randn(2, 32, 64, dtype=dtype, requires_grad=True)
         with FlopCounterMode(display=False) as counter:
             layer(x).sum().backward()
-        with Costs(CostModel(resolve_device(device))) as costs:
+        with Ops(CostModel(resolve_device(device)).cost) as costs:
             layer(x).sum().backward()
-    assert counter.get_total_flops() == costs.flops > 0
-    assert costs.ms > 0
+    assert counter.get_total_flops() == sum(flops for flops, _ in costs.noted) > 0
+    assert sum(ms for _, ms in costs.noted) > 0
 
 
 def test_convolution_flops_equal_flop_counter() -> None:
@@ -61,18 +42,18 @@ def test_convolution_flops_equal_flop_counter() -> None:
         x = torch.randn(2, 3, 17, 17, requires_grad=True)
         with FlopCounterMode(display=False) as counter:
             net(x).sum().backward()
-        with Costs(CostModel(H100)) as costs:
+        with Ops(CostModel(H100).cost) as costs:
             net(x).sum().backward()
-    assert counter.get_total_flops() == costs.flops > 0
+    assert counter.get_total_flops() == sum(flops for flops, _ in costs.noted) > 0
 
 
 @pytest.mark.parametrize("heads_k", [4, 2])
 def test_cpu_flash_attention_counts(heads_k: int) -> None:
     q = torch.randn(2, 4, 16, 8, requires_grad=True)
     k, v = (torch.randn(2, heads_k, 16, 8, requires_grad=True) for _ in range(2))
-    with Costs(CostModel(resolve_device("cpu"))) as costs:
+    with Ops(lambda call: (str(call.func), op_flops(call))) as seen:
         F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=heads_k != 4).sum().backward()
-    by_name = {str(func): flops for func, flops, _ in costs.ops if flops}
+    by_name = {name: flops for name, flops in seen.noted if flops}
     matmul = 2 * 2 * 4 * 16 * 16 * 8
     assert by_name == {
         "aten._scaled_dot_product_flash_attention_for_cpu.default": 2 * matmul,

@@ -16,7 +16,6 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.transformer import Transformer
 from sacplan.device import attention
@@ -27,24 +26,13 @@ from sacplan.device.kernel_workspaces import kernel_workspace_bytes
 from sacplan.device.kernels import active_device, device_kernels, fake_device
 from sacplan.device.op_kernels import Call
 from sacplan.errors import DeviceError
+from tests.support.ops import Ops
 from tests.support.threads import at_once
 
 aten = torch.ops.aten
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 SHAPE = (2, 4, 128, 64)
 Saved = Counter[tuple[tuple[int, ...], torch.dtype]]
-
-
-class Ops(TorchDispatchMode):
-    """Names of the ops that reach the kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func._schema.name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
 
 
 def saved_by(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Saved]:
@@ -125,8 +113,8 @@ def test_flash_saves() -> None:
         ((2,), torch.uint64): 1,
         ((), torch.uint64): 1,
     }
-    assert "_scaled_dot_product_flash_attention" in ops.names
-    assert "_scaled_dot_product_flash_attention_backward" in ops.names
+    assert "_scaled_dot_product_flash_attention" in ops.noted
+    assert "_scaled_dot_product_flash_attention_backward" in ops.noted
     assert q.grad is not None
 
 
@@ -218,7 +206,7 @@ def test_dropout() -> None:
             assert F.dropout(x, 0.1, training=False) is not None
             F.dropout(x, 1.0)
             F.dropout(x.detach(), 0.1)
-        assert ops.names.count("native_dropout") == 1
+        assert ops.noted.count("native_dropout") == 1
         assert F.dropout(torch.randn(0, 4), 0.5).shape == (0, 4)
 
 
@@ -240,14 +228,14 @@ def test_rms_norm(dtype: torch.dtype, with_weight: bool) -> None:
         assert y.dtype == dtype
         assert x.grad is not None
         assert x.grad.shape == x.shape
-        assert {"_fused_rms_norm", "_fused_rms_norm_backward"} <= set(ops.names)
+        assert {"_fused_rms_norm", "_fused_rms_norm_backward"} <= set(ops.noted)
 
 
 def test_rms_norm_of_mixed_types_is_a_composite() -> None:
     with fake_device("h100"), Ops() as ops:
         x = torch.randn(4, 32, dtype=BF16, requires_grad=True)
         F.rms_norm(x, (32,), torch.randn(32, requires_grad=True)).sum().backward()
-        assert "_fused_rms_norm" not in ops.names
+        assert "_fused_rms_norm" not in ops.noted
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
@@ -269,7 +257,7 @@ def test_softmax_of_float16_is_fused_with_its_cast(softmax: Callable[..., torch.
             with Ops() as ops:
                 y = softmax(x, -1, dtype=FP32)
             assert y.dtype == FP32
-            assert ops.names.count("_to_copy") == casts
+            assert ops.noted.count("_to_copy") == casts
             y.sum().backward()
             assert x.grad is not None
             assert x.grad.dtype == dtype
@@ -283,11 +271,11 @@ def test_under_no_grad_and_autocast() -> None:
         q, k, v = qkv(FP32)
         with Ops() as ops, torch.no_grad():
             F.scaled_dot_product_attention(q, k, v)
-        assert "_scaled_dot_product_efficient_attention" in ops.names
+        assert "_scaled_dot_product_efficient_attention" in ops.noted
         with Ops() as ops, torch.autocast("cpu", dtype=BF16):
             F.scaled_dot_product_attention(q, k, v, dropout_p=0.1).sum().backward()
-        assert "_scaled_dot_product_flash_attention" in ops.names
-        assert "_scaled_dot_product_flash_attention_backward" in ops.names
+        assert "_scaled_dot_product_flash_attention" in ops.noted
+        assert "_scaled_dot_product_flash_attention_backward" in ops.noted
 
 
 def test_invalid_calls_fail_as_torch_does() -> None:
@@ -318,9 +306,9 @@ def test_seed_transformer_keeps_what_cuda_keeps() -> None:
     tokens = (8, 1024, 768)
     # One mask after the embeddings and two a layer, a byte an element and never floats.
     assert saved[(tokens, torch.bool)] == 9
-    assert ops.names.count("native_dropout") == 9
+    assert ops.noted.count("native_dropout") == 9
     # q, k, v and out of each layer, the logsumexp, and no scores.
-    assert ops.names.count("_scaled_dot_product_efficient_attention") == 4
+    assert ops.noted.count("_scaled_dot_product_efficient_attention") == 4
     assert saved[((8, 12, 1024, 64), FP32)] == 16
     assert saved[((8, 12, 1024), FP32)] == 4
     assert not [shape for shape, _ in saved if shape[-2:] == (1024, 1024)]
@@ -403,72 +391,53 @@ def test_other_threads_keep_their_kernels() -> None:
 # --------------------------------------------------------------------------------------- workspaces
 
 
+def inside(func: Any, *args: Any, device: str = "a100-80gb", out: Any = None, **kwargs: Any) -> int:
+    """What a kernel allocates beside its results, in bytes."""
+    return kernel_workspace_bytes(Call(func, args, kwargs, out), resolve_device(device))
+
+
 def test_flash_backward_workspace() -> None:
-    spec = resolve_device("a100-80gb")
     q = torch.empty(2, 4, 100, 48, dtype=BF16, device="meta")
     kv = torch.empty(2, 2, 100, 48, dtype=BF16, device="meta")
     bshd = torch.empty(2, 100, 4, 48, dtype=BF16, device="meta").transpose(1, 2)
     func = aten._scaled_dot_product_flash_attention_backward.default
     accumulator, softmax_d = 4 * 2 * 128 * 4 * 64, 4 * 2 * 4 * 128
     tensor = -(-q.numel() * 2 // 512) * 512
-    assert (
-        kernel_workspace_bytes(Call(func, (bshd, q, q, q, bshd), {}, None), spec) == accumulator + softmax_d
-    )
-    assert (
-        kernel_workspace_bytes(Call(func, (q, q, q, q, bshd), {}, None), spec)
-        == accumulator + softmax_d + tensor
-    )
-    assert (
-        kernel_workspace_bytes(Call(func, (bshd, q, kv, kv, bshd), {}, None), spec)
-        == accumulator + softmax_d + 2 * tensor
-    )
-    assert kernel_workspace_bytes(Call(func, (q, q, q, q, q), {}, None), resolve_device("cpu")) == 0
+    assert inside(func, bshd, q, q, q, bshd) == accumulator + softmax_d
+    assert inside(func, q, q, q, q, bshd) == accumulator + softmax_d + tensor
+    assert inside(func, bshd, q, kv, kv, bshd) == accumulator + softmax_d + 2 * tensor
+    assert inside(func, q, q, q, q, q, device="cpu") == 0
 
 
 def test_other_workspaces() -> None:
-    spec = resolve_device("a100-80gb")
     q = torch.empty(2, 4, 128, 64, device="meta")
     bshd = torch.empty(2, 128, 4, 64, device="meta").transpose(1, 2)
     backward = aten._scaled_dot_product_efficient_attention_backward.default
-    assert kernel_workspace_bytes(Call(backward, (bshd, q, q, q), {}, None), spec) == 4 * q.numel() + 4 * 1024
+    assert inside(backward, bshd, q, q, q) == 4 * q.numel() + 4 * 1024
     forward = aten._scaled_dot_product_efficient_attention.default
     wide = torch.empty(2, 4, 128, 192, dtype=BF16, device="meta")
-    assert kernel_workspace_bytes(Call(forward, (q, q, q, None, True), {"scale": 1.0}, None), spec) == 0
-    assert (
-        kernel_workspace_bytes(Call(forward, (wide, wide, wide, None, True), {}, None), spec)
-        == 4 * wide.numel()
-    )
+    assert inside(forward, q, q, q, None, True, scale=1.0) == 0
+    assert inside(forward, wide, wide, wide, None, True) == 4 * wide.numel()
     embedding = aten.embedding_dense_backward.default
     grad, few = torch.empty(100, 8, device="meta"), torch.empty(100, dtype=torch.long, device="meta")
-    assert kernel_workspace_bytes(Call(embedding, (grad, few, 50, -1, False), {}, None), spec) == 0
+    assert inside(embedding, grad, few, 50, -1, False) == 0
     many = torch.empty(5120, dtype=torch.long, device="meta")
     # 512 segments, and 5120 / 10 + 512 partial rows.
     buffers = 8 * (3 * 5120 + 2 * 512 + 1024)
-    assert (
-        kernel_workspace_bytes(Call(embedding, (grad, many, 512, -1, False), {}, None), spec)
-        == buffers + 4 * 1024 * 8
-    )
+    assert inside(embedding, grad, many, 512, -1, False) == buffers + 4 * 1024 * 8
     grad = torch.empty(128, 8, device="meta")
-    softmax = (grad, grad, -1, grad.dtype)
-    assert (
-        kernel_workspace_bytes(Call(aten._softmax_backward_data.default, softmax, {}, None), spec)
-        == grad.nbytes
-    )
-    assert kernel_workspace_bytes(Call(aten._log_softmax_backward_data.default, softmax, {}, None), spec) == 0
+    assert inside(aten._softmax_backward_data.default, grad, grad, -1, grad.dtype) == grad.nbytes
+    assert inside(aten._log_softmax_backward_data.default, grad, grad, -1, grad.dtype) == 0
     images, weight, means = (torch.empty(shape, device="meta") for shape in ((16, 128, 9), (128,), (16, 8)))
     sizes = (16, 128, 9, 8)
-    norm = (images, weight, weight, *sizes, 1e-5)
-    assert (
-        kernel_workspace_bytes(Call(aten.native_group_norm.default, norm, {}, None), spec) == 2 * 4 * 16 * 128
-    )
+    assert inside(aten.native_group_norm.default, images, weight, weight, *sizes, 1e-5) == 2 * 4 * 16 * 128
     norm_backward = (images, images, means, means, weight, *sizes, [True, True, True])
-    assert kernel_workspace_bytes(
-        Call(aten.native_group_norm_backward.default, norm_backward, {}, None), spec
-    ) == 4 * 16 * (3 * 128 + 2 * 8)
+    assert inside(aten.native_group_norm_backward.default, *norm_backward) == 4 * 16 * (3 * 128 + 2 * 8)
     x = torch.empty(4, 4, device="meta")
-    products = 0 if workspaces_stay() else library_workspace_bytes(spec)  # else a storage of the whole step
-    assert kernel_workspace_bytes(Call(aten.mm.default, (x, x), {}, x), spec) == products
-    assert kernel_workspace_bytes(Call(aten.add.Tensor, (x, x), {}, x), spec) == 0
+    # Else a storage of the whole step.
+    products = 0 if workspaces_stay() else library_workspace_bytes(resolve_device("a100-80gb"))
+    assert inside(aten.mm.default, x, x, out=x) == products
+    assert inside(aten.add.Tensor, x, x, out=x) == 0
 
 
 @pytest.mark.parametrize(

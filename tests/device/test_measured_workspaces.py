@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from sacplan.device.devices import resolve_device
-from sacplan.device.kernel_workspaces import kernel_workspace_bytes
-from sacplan.device.op_kernels import Call
 from sacplan.device.reductions import reduction_bytes
+from tests.device.test_kernels import inside
 
 MIB = 2**20
 aten = torch.ops.aten
@@ -23,6 +22,10 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def mib(func: Any, *args: Any, out: Any = None) -> float:
+    return inside(func, *args, out=out, device="h100") / MIB
 
 
 REDUCED = [
@@ -47,8 +50,7 @@ REDUCED = [
 def test_reductions(
     shape: tuple[int, ...], dims: tuple[int, ...], op: Any, dtype: torch.dtype, measured: float
 ) -> None:
-    found = kernel_workspace_bytes(Call(op, (empty(*shape, dtype=dtype), list(dims)), {}, None), H100)
-    assert found / MIB == pytest.approx(measured, abs=0.002)
+    assert mib(op, empty(*shape, dtype=dtype), list(dims)) == pytest.approx(measured, abs=0.002)
 
 
 def test_a_reduction_of_nothing_and_to_one() -> None:
@@ -81,13 +83,11 @@ def test_convolutions_of_half_types(
     rest = ([stride] * dims, [padding] * dims, [1] * dims, False, [0] * dims, 1)
     call = empty(*x), empty(*weight), None, *rest
     out = aten.convolution.default(*call)
-    found = kernel_workspace_bytes(Call(aten.convolution.default, call, {}, out), H100)
-    assert found / MIB == pytest.approx(forward, abs=0.01)
-    args = (out, *call, [True, True, False])
-    found = kernel_workspace_bytes(Call(aten.convolution_backward.default, args, {}, None), H100)
+    assert mib(aten.convolution.default, *call, out=out) == pytest.approx(forward, abs=0.01)
+    found = mib(aten.convolution_backward.default, out, *call, [True, True, False])
     # The gradient of a weight is made in parts, whose number cuDNN chooses: they are not predicted.
-    assert found / MIB <= backward + 0.01
-    assert found / MIB == pytest.approx(backward, rel=0.21)
+    assert found <= backward + 0.01
+    assert found == pytest.approx(backward, rel=0.21)
 
 
 def test_convolutions_in_channels_last() -> None:
@@ -96,8 +96,9 @@ def test_convolutions_in_channels_last() -> None:
         empty(768, 3, 16, 16).to(memory_format=torch.channels_last),
     )
     rest = ([16, 16], [0, 0], [1, 1], False, [0, 0], 1)
-    found = kernel_workspace_bytes(Call(aten.convolution.default, (x, weight, None, *rest), {}, None), H100)
-    assert found / MIB == pytest.approx(9.125, abs=0.001)  # three channels, as eight
+    assert mib(aten.convolution.default, x, weight, None, *rest) == pytest.approx(
+        9.125, abs=0.001
+    )  # three channels, as eight
 
 
 @pytest.mark.parametrize(
@@ -108,28 +109,10 @@ def test_the_backward_pass_of_cudnn_attention(
     shape: tuple[int, int, int, int], kv_heads: int, measured: float
 ) -> None:
     q, kv = empty(*shape), empty(shape[0], kv_heads, *shape[2:])
-    out = empty(*shape)
-    args = (
-        out,
-        q,
-        kv,
-        kv,
-        out,
-        empty(*shape[:3], 1, dtype=F32),
-        None,
-        None,
-        None,
-        None,
-        None,
-        0,
-        0,
-        0.0,
-        False,
-    )
-    found = kernel_workspace_bytes(
-        Call(aten._scaled_dot_product_cudnn_attention_backward.default, args, {}, None), H100
-    )
-    assert found / MIB == pytest.approx(measured, abs=0.002)
+    out, logsumexp = empty(*shape), empty(*shape[:3], 1, dtype=F32)
+    args = (out, q, kv, kv, out, logsumexp, *[None] * 5, 0, 0, 0.0, False)
+    found = mib(aten._scaled_dot_product_cudnn_attention_backward.default, *args)
+    assert found == pytest.approx(measured, abs=0.002)
 
 
 def test_norms_and_embeddings_copy_what_is_not_contiguous() -> None:
@@ -139,11 +122,9 @@ def test_norms_and_embeddings_copy_what_is_not_contiguous() -> None:
         (aten.native_layer_norm.default, (x, [768], w, w, 1e-5)),
         (aten._fused_rms_norm.default, (x, [768], w, None)),
     ):
-        assert kernel_workspace_bytes(Call(op, args, {}, None), H100) / MIB == pytest.approx(18.375)
-        assert kernel_workspace_bytes(Call(op, (x.contiguous(), *args[1:]), {}, None), H100) == 0
+        assert mib(op, *args) == pytest.approx(18.375)
+        assert mib(op, x.contiguous(), *args[1:]) == 0
     indices = torch.empty(32, 256, dtype=torch.long, device="meta")
     grad = empty(256, 32, 768).transpose(0, 1)
-    found = kernel_workspace_bytes(
-        Call(aten.embedding_dense_backward.default, (grad, indices, 32000, -1, False), {}, None), H100
-    )
-    assert found / MIB == pytest.approx(38.782, abs=0.01)
+    found = mib(aten.embedding_dense_backward.default, grad, indices, 32000, -1, False)
+    assert found == pytest.approx(38.782, abs=0.01)

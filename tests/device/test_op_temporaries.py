@@ -45,6 +45,15 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ),
     "svdvals": lambda y, x: torch.linalg.svdvals(y).sum(),
     "inv": lambda y, x: torch.linalg.inv(y[:64] + 99 * torch.eye(64)).sum(),
+    "layer norm of a transposed tensor": lambda y, x: (
+        F.layer_norm(y.view(4, 64, COLUMNS).mT, (64,)).sin().sum()
+    ),
+    "safe softmax": lambda y, x: torch._safe_softmax(y, -1).square().sum(),
+    "half product": lambda y, x: (y.bfloat16() @ x.bfloat16().mT).sum(),
+    "product with an expanded matrix": lambda y, x: (y @ x[:COLUMNS, :1].expand(COLUMNS, COLUMNS)).sum(),
+    "convolution in channels last": lambda y, x: F.conv2d(
+        y.view(4, 16, 16, 16).to(memory_format=torch.channels_last), x[:144].reshape(64, 16, 3, 3)
+    ).sum(),
     # types that are converted
     "times bools": lambda y, x: (y * (x > 0)).sin().sum(),
     "times integers": lambda y, x: (y * (x > 0).long()).sin().sum(),
@@ -67,7 +76,7 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     ).sum(),
 }
 
-NOTHING_TO_DISCARD = ("kthvalue", "bilinear")
+NOTHING_TO_DISCARD = ("kthvalue", "bilinear", "product with an expanded matrix")
 
 
 def loss(model: nn.Module, batch: Any) -> Tensor:

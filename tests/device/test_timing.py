@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import sacplan
@@ -19,6 +18,7 @@ from sacplan.device.real_ops import RealOp, outside_of_the_trace
 from sacplan.device.timing import MeasuredTimes
 from sacplan.errors import DeviceError
 from sacplan.torch_compat.ops import tensors_in
+from tests.support.ops import Ops
 from tests.zoo.language_models import TokenModel, cross_entropy
 
 aten = torch.ops.aten
@@ -88,19 +88,6 @@ DATABASE = (
 """Ops whose operands are positions, probabilities, masks or divisors, and some others, with their backward passes."""
 
 
-class Calls(TorchDispatchMode):
-    """Notes the calls of ops that take tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[Call] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.found.append(Call(func, args, kwargs or {}, out))
-        return out
-
-
 @pytest.mark.filterwarnings("ignore")
 def runs(call, times):
     """Check that an op runs on made-up operands, without zeros in their place."""
@@ -119,7 +106,7 @@ def test_made_up_operands_suit_ops_of_the_database(name, times):
     from benchmarks.models.op_samples import op_database
 
     (op, *_) = (op for op in op_database() if op.name == name)
-    mode, calls = FakeTensorMode(), Calls()
+    mode, calls = FakeTensorMode(), Ops(lambda call: call)
     for dtype in filter(
         op.supported_dtypes("cpu").__contains__, (torch.float32, torch.bfloat16, torch.complex64)
     ):
@@ -130,8 +117,8 @@ def test_made_up_operands_suit_ops_of_the_database(name, times):
                 out = op.op(x, *args, **kwargs)
                 ends = [t for t in tensors_in(out) if t.requires_grad]
                 torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
-    assert calls.found
-    for call in calls.found:
+    assert calls.noted
+    for call in calls.noted:
         runs(call, times)
 
 

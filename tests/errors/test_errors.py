@@ -154,10 +154,6 @@ def test_checkpointing_already_on() -> None:
     profile = sacplan.profile(model, batch, device="cpu")
     with pytest.raises(sacplan.InfeasibleBudget, match=r"checkpoints by itself \(inner\).*switch it off"):
         sacplan.plan(profile, "100B")
-    assert (
-        sacplan.verify(model, batch, sacplan.plan(profile, "100%"), run="real").peak_bytes
-        == profile.peak_bytes
-    )
     flagged = LM()
     flagged.layers[1].gradient_checkpointing = True  # a flag that its forward does not look at
     plain = sacplan.profile(LM(), tokens(), device="cpu")

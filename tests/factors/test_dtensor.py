@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sacplan.core.factors.rule import Dims, Kind, Rule, rule_of
 from sacplan.distributed.sharding.placements import PARTIAL, REPLICATED, Placement
 from sacplan.distributed.sharding.strategies import axis_strategies
 from sacplan.torch_compat.calls import Call, flat_tensors
@@ -137,56 +136,6 @@ def strategies() -> Iterator[Any]:
     return offered
 
 
-def placements_of(rule: Rule) -> dict[Placements, Placements]:
-    """What a slice of each factor means for ranks that hold one slice each; whole dimensions only."""
-    found = {}
-    for factor in rule.sliceable:
-        inputs = [_placement(dims, factor) for dims in rule.inputs]
-        outputs = [
-            _REDUCED[rule.kind(factor, i)] if (at := _placement(dims, factor)) == str(Replicate()) else at
-            for i, dims in enumerate(rule.outputs)
-        ]
-        if None not in inputs and None not in outputs:
-            found[tuple(map(str, inputs))] = tuple(map(str, outputs))
-    return found
-
-
-_REDUCED = dict.fromkeys(Kind) | {
-    Kind.PASS: str(Replicate()),
-    Kind.SUM: str(Partial("sum")),
-    Kind.MEAN: str(Partial("avg")),
-    Kind.MAX: str(Partial("max")),
-    Kind.MIN: str(Partial("min")),
-}
-
-
-def _placement(dims: Dims, factor: int) -> str | None:
-    """Sharding on the dimension that a factor is the slowest part of; None if it is a faster one."""
-    for dim, factors in enumerate(dims):
-        if factor in factors:
-            return str(Shard(dim)) if factors[0] == factor else None
-    return str(Replicate())
-
-
-def test_no_contradiction(strategies: Any) -> None:
-    """Where DTensor takes inputs as a slice does, it says the same of the outputs."""
-    agreed, wrong = 0, []
-    for op, args in CALLS:
-        outputs = list(flat_tensors(op(*args)))
-        rule = rule_of(op, args, {}, outputs)
-        assert rule is not None
-        ours = placements_of(rule)
-        for inputs, theirs in strategies(op, args, len(outputs)):
-            if set(inputs) == {str(Replicate())}:
-                continue
-            if theirs == ours.get(inputs):
-                agreed += 1
-            elif inputs in ours:
-                wrong.append((str(op), inputs, theirs, ours[inputs]))
-    assert not wrong
-    assert agreed > 60
-
-
 def strategies_of(op: Any, args: tuple[Any, ...]) -> set[tuple[Placements, Placements]]:
     """What we say that ranks may do, in DTensor's words: where inputs lie, and outputs."""
     found = set()
@@ -228,7 +177,10 @@ KNOWN = {
 
 
 def test_strategies_do_not_contradict(strategies: Any) -> None:
-    """The same of what ranks are offered: cuts, means, summands that linear ops pass on."""
+    """Where DTensor takes inputs as we offer them to ranks, it says the same of the outputs.
+
+    Of cuts, means, and summands that linear ops pass on.
+    """
     steps = [call for name in STEPS for call in calls_of(STEPS[name])]
     calls = CALLS + MORE + [(c.func, tuple(c.args)) for c in steps if not c.kwargs]
     agreed, partial, wrong = 0, 0, []

@@ -72,8 +72,10 @@ def test_the_optimizers_state_and_step_count(optimizer: Callable[..., torch.opti
 
 @pytest.mark.parametrize("seed", slow_after(8, [1, 2, 5, 6, 8, 13, 16, 18, 20, 23, 24, 29, 31, 33, 36]))
 def test_the_replayed_peak_is_that_of_the_step(seed: int) -> None:
-    """Of programs that autograd itself does not refuse."""
+    """Of programs that autograd itself does not refuse. With an optimizer two steps run, and the second one counts."""
     program = make_program(seed)
     x = program.batch(0)
-    profile = sacplan.profile(program.net, x, program.loss, device="cpu")
-    assert_peak_is_replayed(program.net, random_plan(profile, seed, fitting=True), x, program.loss)
+    for optimizer in (None, torch.optim.SGD):
+        profile = sacplan.profile(program.net, x, program.loss, optimizer, device="cpu")
+        plan = random_plan(profile, seed, fitting=True)
+        assert_peak_is_replayed(program.net, plan, x, program.loss, optimizer)

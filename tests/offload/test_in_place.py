@@ -13,13 +13,6 @@ from tests.support.steps import bit_equal, grads_of, mean_square
 from tests.zoo.layers import FromFunction
 
 
-class Noise(nn.Module):
-    """Three writes to one tensor, as in ``AlphaDropout``, and no random numbers."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.ones_like(x).add(1).mul_(2).add_(1)
-
-
 def masked(h: torch.Tensor) -> torch.Tensor:
     """Attention as people write it by hand."""
     mask = torch.ones(len(h), len(h), dtype=torch.bool).triu(1)
@@ -28,7 +21,8 @@ def masked(h: torch.Tensor) -> torch.Tensor:
 
 CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "alpha dropout": nn.AlphaDropout(0.2),
-    "noise": Noise(),
+    # Three writes to one tensor, as in ``AlphaDropout``, and no random numbers.
+    "noise": lambda h: h * torch.ones_like(h).add(1).mul_(2).add_(1),
     "masked": masked,
     "relu": lambda h: (h.tanh() + 0.1).relu_(),
 }
@@ -56,23 +50,20 @@ def test_copies_may_end_behind_a_write_of_another_layer(name: str) -> None:
         assert bit_equal(plain, grads_of(model, batch, mean_square))
 
 
-class WrittenView(nn.Module):
+def written_view(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
     """Autograd keeps what ``exp`` returned; a view of it is written, and nobody differentiates that branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.up(x)
-        kept = h.tanh().exp()
-        kept.view(12, 2, 4)[:, 1].add_(1.0)
-        aside = (kept * kept).detach()
-        return h.sin() + aside
+    h = self.up(x)
+    kept = h.tanh().exp()
+    kept.view(12, 2, 4)[:, 1].add_(1.0)
+    aside = (kept * kept).detach()
+    return h.sin() + aside
 
 
 def test_a_handle_from_before_a_write_keeps_the_memory() -> None:
-    model, batch = nn.Sequential(*(WrittenView() for _ in range(3))), torch.randn(12, 8)
+    model, batch = (
+        nn.Sequential(*(FromFunction(written_view, up=nn.Linear(8, 8)) for _ in range(3))),
+        torch.randn(12, 8),
+    )
     profile = sacplan.profile(model, batch, mean_square, device="cpu")
     plan = sacplan.plan(profile, "smallest", "greedy", techniques=("offload",))
     assert plan.offloaded

@@ -1,4 +1,4 @@
-"""Steps with a plan that offloads, of kinds that were not recorded: same values as without it, and no copy is left."""
+"""Steps with a plan that offloads, of kinds that were not recorded: values are right, or there is an error."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 import sacplan
+from benchmarks.harness.mixed_plans import plan_with
+from sacplan.core.decisions import Offload, Site
 from sacplan.techniques.offload.executor.parcels import Parcel
+from sacplan.techniques.offload.sites import sites_of, tensors_of
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo import language_models as models
 
 Tensors = list[torch.Tensor]
+Planned = tuple[models.LM, torch.Tensor, sacplan.Plan]
 
 
 def in_evaluation(model: models.LM, batch: torch.Tensor) -> Tensors:
@@ -49,7 +54,7 @@ def gradients(model: models.LM) -> Tensors:
 
 
 @pytest.fixture(scope="module")
-def planned() -> tuple[models.LM, torch.Tensor, sacplan.Plan]:
+def planned() -> Planned:
     torch.manual_seed(0)
     model, batch = models.LM(layers=2, vocab=32), torch.randint(0, 32, (8, 32))
     profile = sacplan.profile(model, batch, models.cross_entropy, device="cpu")
@@ -60,7 +65,7 @@ def planned() -> tuple[models.LM, torch.Tensor, sacplan.Plan]:
 
 @pytest.mark.parametrize("run", [in_evaluation, without_gradients, accumulated, differentiated_twice])
 def test_a_step_that_was_not_recorded(
-    planned: tuple[models.LM, torch.Tensor, sacplan.Plan],
+    planned: Planned,
     run: Callable[[models.LM, torch.Tensor], Tensors],
     parcels: list[weakref.ref[Parcel]],
 ) -> None:
@@ -74,3 +79,50 @@ def test_a_step_that_was_not_recorded(
         gc.collect()
         assert not any(ref() for ref in parcels)
     assert bool(parcels) == (run is not without_gradients)
+
+
+def test_compiled_models_are_refused(planned: Planned) -> None:
+    model, batch, plan = planned
+    with sacplan.apply(model, plan):
+        compiled = torch.compile(model, backend="eager")
+        with pytest.raises(Exception, match="copies tensors to the host"):
+            models.cross_entropy(compiled, batch)
+    torch._dynamo.reset()
+
+
+class WritesThroughData(nn.Sequential):
+    """Writes to what the first layer has saved, where no version shows it."""
+
+    spoils = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.sigmoid(self[0](x))
+        out: torch.Tensor = self[1](h)
+        if self.spoils:
+            h.data.mul_(2.0)
+        return self[2](out).square().mean()
+
+
+def test_a_write_through_data_before_the_memory_is_let_go_of() -> None:
+    torch.manual_seed(0)
+    model, x = WritesThroughData(*(nn.Linear(8, 8) for _ in range(3))), torch.randn(4, 8)
+    profile = sacplan.profile(model, x, device="cpu")
+    program = profile.program
+    by_name = {program.ops[op].name: (op, site) for op, site in sites_of(program, "").items()}
+    op, sent = by_name["aten.sigmoid.default"]
+    _, let_go = by_name["aten.pow.Tensor_Scalar"]
+    place = tensors_of(program, op).index(program.ops[op].writes[0])
+    decision = Offload(
+        unit="",
+        op=sent.op,
+        occurrence=sent.occurrence,
+        place=sent.place,
+        tensor=place,
+        let_go=Site("", *let_go),
+    )
+    plan = plan_with(profile, [decision])
+    assert plan.host_bytes
+    for model.spoils in (False, True):
+        wanted = grads_of(model, x, lambda m, b: m(b))
+        with sacplan.apply(model, plan):
+            assert bit_equal(wanted, grads_of(model, x, lambda m, b: m(b)))

@@ -16,14 +16,13 @@ import torch
 from torch import nn
 
 import sacplan
-from benchmarks.harness.mixed_plans import plan_with
+from benchmarks.harness.mixed_plans import in_one_place, plan_with
 from benchmarks.harness.plans import as_budget, budget_at
 from sacplan.core.decisions import Chunk, Offload
 from sacplan.planning.make import plan_by_hand
 from sacplan.techniques.offload.executor.parcels import Parcel
 from sacplan.techniques.registry import rewritten
 from tests.chunk.test_backward import gradients, loss_fn, make_case
-from tests.offload.test_plans import in_one_place
 from tests.support.slow_link import slow_link
 from tests.support.steps import bit_equal
 from tests.support.threads import at_once

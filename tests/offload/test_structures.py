@@ -7,7 +7,6 @@ profiler measures on a CPU.
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import warnings
 import weakref
@@ -29,7 +28,7 @@ from sacplan.techniques.registry import rewritten
 from tests.support.slow import slow_after
 from tests.support.steps import bit_equal, grads_of, mean_square
 from tests.zoo import language_models as models
-from tests.zoo.layers import Shared
+from tests.zoo.layers import FromFunction, Shared
 
 BOTH = ("recompute", "offload")
 Parcels = list[weakref.ref[Parcel]]
@@ -62,30 +61,19 @@ def language_model(around: Callable[[], Any] | None = None, tied: bool = False) 
     return Case(model, torch.randint(0, 32, (8, 32)), models.cross_entropy)
 
 
-class TwiceInside(nn.Module):
+def twice_inside() -> nn.Module:
     """Blocks of which one part is called twice."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"twice": nn.Linear(32, 32), "once": nn.Linear(32, 32)}) for _ in range(3)
-        )
-        for layer in self.layers:
-            layer.forward = functools.partial(self.block, layer)
+    def block(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        return x + self.once(torch.sigmoid(self.twice(torch.tanh(self.twice(x)))))
 
-    @staticmethod
-    def block(layer: Any, x: torch.Tensor) -> torch.Tensor:
-        return x + layer["once"](torch.sigmoid(layer["twice"](torch.tanh(layer["twice"](x)))))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    blocks = (FromFunction(block, twice=nn.Linear(32, 32), once=nn.Linear(32, 32)) for _ in range(3))
+    return nn.Sequential(nn.Sequential(*blocks))
 
 
 CASES: dict[str, Callable[[], Case]] = {
     "a layer is called three times": lambda: Case(Shared(), torch.randn(16, 16, 16), mean_square),
-    "a part of a layer is called twice": lambda: Case(TwiceInside(), torch.randn(256, 32), mean_square),
+    "a part of a layer is called twice": lambda: Case(twice_inside(), torch.randn(256, 32), mean_square),
     "tied weights": lambda: language_model(tied=True),
     "hooks around a layer": lambda: language_model(hooks),
     "save_on_cpu around a layer": lambda: language_model(save_on_cpu),
@@ -187,16 +175,12 @@ def test_what_hooks_in_the_model_hold_is_not_offloaded() -> None:
 def test_a_backward_formula_that_runs_otherwise_under_a_mode() -> None:
     """What ``prod``'s takes is measured. Copies in the forward pass do not hide which op the formula belongs to."""
 
-    class Products(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+    def forward(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        h = self.up(x)
+        return self.down((h * h.prod(1, keepdim=True)).sin())
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.up(x)
-            return self.down((h * h.prod(1, keepdim=True)).sin())
-
-    model, batch = nn.Sequential(*(Products() for _ in range(3))), torch.randn(64, 16)
+    products = (FromFunction(forward, up=nn.Linear(16, 64), down=nn.Linear(64, 16)) for _ in range(3))
+    model, batch = nn.Sequential(*products), torch.randn(64, 16)
     profile = sacplan.profile(model, batch, mean_square, device="cpu")
     plan = sacplan.plan(profile, "smallest", "greedy", techniques=("offload",))
     assert plan.offloaded

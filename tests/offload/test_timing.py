@@ -21,7 +21,7 @@ from tests.support.slow import slow_after
 from tests.support.steps import mean_square
 from tests.zoo import language_models
 from tests.zoo.convnets import CNN
-from tests.zoo.layers import Recurrence, Uneven
+from tests.zoo.layers import FromFunction, Recurrence, Uneven
 
 LINKS_OF_CASES = {
     "PCIe 5.0": LINKS["PCIe 5.0"],
@@ -32,30 +32,18 @@ LINKS_OF_CASES = {
 }
 
 
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """Layers of which each is a loop over time, of another length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Recurrence(steps) for steps in (2, 5, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    return nn.Sequential(nn.Sequential(*(Recurrence(steps) for steps in (2, 5, 3))))
 
 
-class LSTM(nn.Module):
+def lstm() -> nn.Module:
     """cuDNN's kernels on a GPU: one op for a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.LSTM(64, 64, batch_first=True) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x, _ = layer(x)
-        return x
+    layers = (
+        FromFunction(lambda self, x: self.lstm(x)[0], lstm=nn.LSTM(64, 64, batch_first=True))
+        for _ in range(3)
+    )
+    return nn.Sequential(nn.Sequential(*layers))
 
 
 CASES: dict[str, Callable[[], Case]] = {
@@ -63,8 +51,8 @@ CASES: dict[str, Callable[[], Case]] = {
         language_models.LM(layers=4, vocab=32), torch.randint(0, 32, (16, 128)), language_models.cross_entropy
     ),
     "uneven": lambda: Case(Uneven(), torch.randn(16, 512, 32), mean_square),
-    "recurrent": lambda: Case(Recurrent(), torch.randn(16384, 32), mean_square),
-    "lstm": lambda: Case(LSTM(), torch.randn(32, 128, 64), mean_square),
+    "recurrent": lambda: Case(recurrent(), torch.randn(16384, 32), mean_square),
+    "lstm": lambda: Case(lstm(), torch.randn(32, 128, 64), mean_square),
     "cnn": lambda: Case(CNN(), torch.randn(64, 4, 8, 8), mean_square),
 }
 

@@ -18,29 +18,15 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import mixed_plan, plan_with
-from sacplan.core.decisions import OffloadWeight, SeenTensor
+from sacplan.core.decisions import OffloadWeight
 from sacplan.errors import PlanError, SacplanError, SacplanWarning
-from sacplan.techniques.offload.sites import sites_of, weight_of, weights_asked_for
 from sacplan.techniques.offload.weights import homes_of
 from tests.support.on_host import Int8, nf4
 from tests.support.slow import slow_after
 from tests.support.slow_link import slow_link
 from tests.support.steps import bit_equal, grads_of, mean_square
 from tests.support.threads import at_once
-from tests.zoo.layers import FromFunction
-
-
-class Lora(nn.Module):
-    """A frozen layer with an adapter."""
-
-    def __init__(self, base: nn.Module, fan_in: int, fan_out: int) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a, self.b = nn.Linear(fan_in, 4, bias=False), nn.Linear(4, fan_out, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.base(x) + self.b(self.a(x))
-        return out
+from tests.zoo.layers import Adapted, FromFunction
 
 
 class Block(nn.Module):
@@ -48,7 +34,7 @@ class Block(nn.Module):
         super().__init__()
         wide = 4 * width
         self.norm = nn.LayerNorm(width).requires_grad_(False)
-        self.up, self.down = Lora(kind(width, wide), width, wide), Lora(kind(wide, width), wide, width)
+        self.up, self.down = Adapted(kind(width, wide), width, wide), Adapted(kind(wide, width), wide, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
@@ -319,43 +305,6 @@ def test_right_on_a_slow_link_and_not_without_its_waits(planned: sacplan.Plan) -
         assert right == (not without), without
 
 
-@pytest.mark.parametrize("tokens", [(1, 128), (4, 1024)], ids=["weights", "activations too"])
-def test_no_dearer_than_the_best_number_of_blocks_by_hand(tokens: tuple[int, int]) -> None:
-    """People swap the last N blocks, all alike. At the peak of each N, the plan takes no longer."""
-    with torch.device("meta"):
-        model, batch = Net(blocks=6, width=1024), torch.zeros(tokens, dtype=torch.long)
-    profile = sacplan.profile(model, batch, mean_square, SGD, device="rtx-4090")
-    program = profile.program
-    by_block: dict[str, list[OffloadWeight]] = {}
-    for s, home in homes_of(program).items():
-        name, module = program.fixed[s], program.scopes[home.call].fqn
-        if name.startswith("blocks."):
-            block = ".".join(name.split(".")[:2])
-            # Each block comes when the one before it begins, forward and backward, as trainers do it.
-            before, behind = f"blocks.{max(0, int(block[7:]) - 1)}", f"blocks.{int(block[7:]) + 1}"
-            asked = weights_asked_for(program, behind) if behind in program.calls else {}
-            op = next(iter(asked.values()), None)
-            fetch = (
-                op
-                if op is None
-                else SeenTensor(behind, *sites_of(program, behind)[op], weight_of(program, op))
-            )
-            one = OffloadWeight(
-                unit=block, parameter=name, module=module, around=module, begin=before, fetch=fetch
-            )
-            by_block.setdefault(block, []).append(one)
-    swapped = [
-        plan_with(profile, [one for block in sorted(by_block)[-n:] for one in by_block[block]])
-        for n in range(1, 1 + len(by_block))
-    ]
-    assert swapped[-1].peak_bytes < swapped[0].peak_bytes < profile.peak_bytes
-    for by_hand in swapped:
-        best = min(plan.planned_ms for plan in swapped if plan.peak_bytes <= by_hand.peak_bytes)
-        plan = sacplan.plan(profile, f"{by_hand.peak_bytes}B", techniques=("offload",))
-        assert plan.planned_ms <= best
-        assert plan.peak_bytes <= by_hand.peak_bytes
-
-
 def test_a_wider_choice_is_never_dearer() -> None:
     profile = profiled()
     for budget in ("90%", "80%"):
@@ -382,7 +331,7 @@ def test_errors(planned: sacplan.Plan) -> None:
     profile = profiled()
     one = planned.offloaded_weights[-1]
     for changed, said in (
-        ({"parameter": "blocks.0.up.a.weight"}, "is changed on the device, shared, or used elsewhere"),
+        ({"parameter": "blocks.0.up.down.weight"}, "is changed on the device, shared, or used elsewhere"),
         ({"module": "blocks.0"}, "is changed on the device, shared, or used elsewhere"),
         ({"begin": "nowhere"}, "does not run once before"),
     ):

@@ -1,4 +1,7 @@
-"""Weights on the host in twelve architectures, trained, frozen, in 8 and 4 bits: both peaks, and bits of each step."""
+"""What waits on the host in sixteen architectures: both peaks, and bits of each step.
+
+Weights are trained, frozen, or in 8 or 4 bits; or they stay, and activations alone are copied.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,13 @@ from tests.support.slow import slow_after
 from tests.support.steps import bit_equal, peaks_of_steps
 
 NAMES = (
-    "llama", "gpt2", "bert", "vit", "t5", "mixtral", "whisper", "resnet",
+    "llama", "gpt2", "bert", "vit", "t5", "mixtral", "whisper", "resnet", "mamba", "swin", "falcon", "convnext",
     "FLUX.1-dev", "stable-diffusion-3.5-large", "stable-diffusion-xl-base-1.0", "Wan2.1-T2V-14B-Diffusers",
 )  # fmt: skip
 QUANTIZED = {"8 bits": Int8, "4 bits": nf4}
-KINDS = ("trained", "frozen", *QUANTIZED)
-CASES = [(name, kind) for name in NAMES for kind in KINDS]
+KINDS = ("trained", "activations", "frozen", *QUANTIZED)
+FAST = [("llama", "trained"), ("llama", "activations"), ("resnet", "activations")]
+CASES = FAST + [(name, kind) for name in NAMES for kind in KINDS if (name, kind) not in FAST]
 HOW = {"lr": 1e-3, "fused": True}
 OPTIMIZERS = dict.fromkeys(KINDS, "adamw") | {"trained": "adamw-offload-gradients"}
 
@@ -36,7 +40,7 @@ def build(name: str, kind: str) -> tuple[nn.Module, Any, Any]:
     else:
         model, batch, loss_of = hf_models.build(name, "small", "cpu", dropout=0.0)
         loss_fn = loss_of or (lambda model, batch: model(**batch).loss)
-    if kind != "trained":  # norms and biases are trained
+    if kind not in ("trained", "activations"):  # norms and biases are trained
         for p in model.parameters():
             p.requires_grad_(p.dim() == 1)
     return quantized(model, QUANTIZED[kind]) if kind in QUANTIZED else model, batch, loss_fn
@@ -60,12 +64,14 @@ def after_steps(model: nn.Module, batch: Any, loss_fn: Any, optimizer: Any) -> l
     return [*losses, *(t.clone() for t in model.state_dict().values())]
 
 
-@pytest.mark.parametrize(("name", "kind"), slow_after(1, CASES))
+@pytest.mark.parametrize(("name", "kind"), slow_after(len(FAST), CASES))
 def test_peaks_and_bits(name: str, kind: str) -> None:
     model, batch, loss_fn = build(name, kind)
     profile = sacplan.profile(model, batch, loss_fn, OPTIMIZERS[kind], device="cpu")
-    plan = sacplan.plan(profile, "smallest", "greedy", techniques=("recompute", "offload"))
-    assert plan.offloaded_weights
+    techniques = ("offload",) if kind == "activations" else ("recompute", "offload")
+    plan = sacplan.plan(profile, "smallest", "greedy", techniques=techniques)
+    assert plan.offloaded if kind == "activations" else plan.offloaded_weights
+    assert kind != "activations" or not plan.offloaded_weights
     fake = sacplan.verify(model, batch, plan, loss_fn, OPTIMIZERS[kind])
     assert (fake.peak_bytes, fake.host_bytes) == (plan.peak_bytes, plan.host_bytes)
     wanted = after_steps(plain := copy.deepcopy(model), batch, loss_fn, optimizer_of(kind, plain))

@@ -56,24 +56,6 @@ def unplanned() -> int:
 # --- without a budget ---------------------------------------------------------------------------------------
 
 
-def test_without_a_budget_the_reserved_segments_fit(unplanned: int) -> None:
-    """The whole rule: ``max_memory_reserved`` and what lies outside of the allocator are within the memory."""
-    profile = profile_on(memory_with_room(int(unplanned * 1.1)))
-    plan = sacplan.plan(profile)
-    assert plan.device_memory is not None
-    reserved = max(
-        plan.device_memory.first_step, plan.device_memory.steps, key=lambda p: p.max_memory_reserved
-    )
-    assert reserved.max_memory_reserved <= left_of(profile.spec.memory_bytes)
-    assert plan.peak_bytes <= (plan.budget_bytes or 0) <= left_of(profile.spec.memory_bytes)
-    assert plan.discarded  # the tensors would fit without a plan, and their segments would not
-    assert profile.peak_bytes <= left_of(profile.spec.memory_bytes)
-    assert (plan.provenance.budget, plan.provenance.headroom) == (None, None)
-    # The limit that it came to, given as a budget, makes the same plan.
-    again = sacplan.plan(profile, f"{plan.budget_bytes}B")
-    assert again == plan
-
-
 @pytest.mark.parametrize(("headroom", "share"), [(0.25, 0.25), ("5%", 0.05)])
 def test_a_headroom_is_what_the_peak_leaves_free(unplanned: int, headroom: float | str, share: float) -> None:
     memory = int(unplanned * 0.9)
@@ -82,12 +64,6 @@ def test_a_headroom_is_what_the_peak_leaves_free(unplanned: int, headroom: float
     assert plan.budget_bytes == memory - int(memory * share)
     assert plan.peak_bytes <= plan.budget_bytes < unplanned
     assert (plan.provenance.budget, plan.provenance.headroom) == (None, headroom)
-
-
-def test_a_step_that_fits_its_device_is_left_as_it_is(unplanned: int) -> None:
-    plan = sacplan.plan(sacplan.profile(model(), batch(), device=H100))
-    assert plan.status == "unplanned"
-    assert plan.peak_bytes == unplanned
 
 
 def test_on_a_cpu_it_is_the_memory_of_the_machine() -> None:
@@ -171,10 +147,6 @@ def test_plans_that_are_only_looked_at_do_not_warn(unplanned: int) -> None:
 
 
 # --- shares -------------------------------------------------------------------------------------------------
-
-
-def test_a_share_is_one_of_the_unplanned_peak(unplanned: int) -> None:
-    assert sacplan.plan(profile_on(8 * CONTEXT), "80%").budget_bytes == unplanned * 80 // 100
 
 
 @pytest.mark.parametrize(

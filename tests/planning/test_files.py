@@ -10,8 +10,6 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from msgspec import structs
 from torch import nn
 
@@ -22,7 +20,7 @@ from sacplan.planning import schema
 from sacplan.planning.make import provenance_of
 from sacplan.planning.plan import _digest
 from sacplan.planning.reading import plan_rows
-from tests.support.damage import damaged_contents, set_to
+from tests.support.damage import set_to
 from tests.support.plans import discarding
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
@@ -264,33 +262,6 @@ def test_call_sites_that_the_units_do_not_run(plan: sacplan.Plan) -> None:
             )
         without = {fqn: structs.replace(unit, calls=()) for fqn, unit in plan.units.items()}
         structs.replace(plan, decisions=(wrong, *plan.decisions[1:]), units=without)
-
-
-# --- damage -----------------------------------------------------------------------------------------------
-
-
-def loads_equal_or_raises(path: Path, plan: sacplan.Plan) -> bool:
-    try:
-        loaded = sacplan.Plan.load(path)
-    except sacplan.errors.PlanError as error:
-        message = str(error)
-    else:
-        assert loaded == plan
-        assert loaded.provenance == plan.provenance
-        return True
-    assert str(path) in message
-    assert "ake the plan again" in message
-    return False
-
-
-damage = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-
-
-@damage
-@given(st.data())
-def test_damaged_contents(contents: bytes, path: Path, plan: sacplan.Plan, data: st.DataObject) -> None:
-    path.write_text(json.dumps(damaged_contents(contents, data)))
-    loads_equal_or_raises(path, plan)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from sacplan.device.files import DeviceFields
 from sacplan.errors import DeviceError, SacplanError
 from sacplan.planning import schema
 from sacplan.profiling import files as profile_files
-from tests.support.damage import damaged_bytes, damaged_contents, set_to
+from tests.support.damage import damaged_contents, set_to
 
 SCHEMAS = {path.stem: json.loads(path.read_text()) for path in schema.schemas()}
 PROFILES = jsonschema.Draft202012Validator(SCHEMAS["profile-5"])
@@ -268,14 +268,6 @@ def test_a_device_without_a_peak(saved: dict[str, bytes], tmp_path: Path) -> Non
 # --- damage at random -------------------------------------------------------------------------------------
 
 damage = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-
-
-@damage
-@given(st.data())
-def test_damaged_bytes(
-    saved: dict[str, bytes], profile: sacplan.Profile, tmp_path_factory: Any, data: st.DataObject
-) -> None:
-    _equal_or_error(damaged_bytes(saved["profile"], data), profile, tmp_path_factory)
 
 
 @damage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from typing import Any
 
@@ -12,12 +13,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import sacplan
+from benchmarks.harness.steps import run_peaks
 from sacplan.core.program import StorageKind
 from sacplan.record.state import preserved_state
-from sacplan.record.step import Step
 from sacplan.testing import assert_step_fits
-from sacplan.torch_compat.allocations import allocation_events
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import FromFunction
 
 pytestmark = pytest.mark.usefixtures("no_cublas_workspaces")
 
@@ -39,31 +40,12 @@ def accumulated(device: str) -> sacplan.Profile:
     return record(MODEL(), BATCH, device=device, accumulation_steps=2)
 
 
-def peaks_of_a_loop(model: nn.Module, batch: Any, steps: int, updates: int = 3) -> list[int]:
-    """The most that the CPU's allocator holds in each micro-step of a plain loop, the model included."""
-    optimizer = ADAMW(model.parameters())
-    before = sum(t.nbytes for t in (*model.parameters(), *model.buffers(), batch))
-    marks = []
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with (
-        preserved_state(model, None),
-        torch.profiler.profile(activities=activities, profile_memory=True) as seen,
-    ):
-        for number in range(updates * steps):
-            with torch.profiler.record_function(mark := f"sacplan: micro-step {number}"):
-                marks.append(mark)
-            cross_entropy(model, batch).backward()
-            if number % steps == steps - 1:
-                optimizer.step()
-                optimizer.zero_grad()
-    live, found = before, list[int]()
-    for event in allocation_events(seen, marks):
-        if isinstance(event, str):
-            found.append(live)
-        else:
-            live += event
-            found[-1] = max(found[-1], live)
-    return found
+def peaks_of_a_loop(model: nn.Module, batch: Any, steps: int) -> list[int]:
+    """The most that the CPU's allocator holds in each micro-step of three updates, the model included."""
+    with preserved_state(model, None):
+        return run_peaks(
+            model, map(torch.clone, itertools.repeat(batch)), 3 * steps, ADAMW, cross_entropy, (), steps
+        )
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -191,15 +173,10 @@ def test_inference_accumulates_nothing() -> None:
 
 
 def test_a_parameter_without_a_gradient_has_none_before_the_step_either() -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.used(x).square().mean()
-
-    model, x = Half(), torch.randn(4, 8)
+    half = FromFunction(
+        lambda self, x: self.used(x).square().mean(), used=nn.Linear(8, 8), unused=nn.Linear(8, 8)
+    )
+    model, x = half, torch.randn(4, 8)
     plan = sacplan.plan(
         sacplan.profile(model, x, device="cpu", optimizer=ADAMW, accumulation_steps=2), "100%"
     )
@@ -245,12 +222,3 @@ def test_a_step_that_has_to_fit_counts_them_too() -> None:
     check()
     with pytest.raises(AssertionError, match="gradients of 2 micro-batches"):
         check(accumulation_steps=2)
-
-
-def test_the_steps_own_micro_batch_is_what_accumulates() -> None:
-    model = model_of()
-    step = Step(model, BATCH, cross_entropy, None, "train", 2)
-    step.accumulate()
-    before = [p.grad for p in model.parameters()]
-    step.run()
-    assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))

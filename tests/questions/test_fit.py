@@ -17,7 +17,6 @@ from sacplan.core.budget import format_bytes, parse_budget
 from sacplan.core.program import Program
 from sacplan.device import device_memory
 from sacplan.device.devices import resolve_device
-from sacplan.planning.request import Request
 from sacplan.profiling.optimizer_names import BY_NAME
 from sacplan.questions.largest import largest
 from sacplan.questions.scaled import sized
@@ -125,16 +124,6 @@ def test_rows_are_what_profile_and_plan_say(budget: str) -> None:
         elif row.way == "plan":
             assert row.peak_bytes == sacplan.plan(profile, "smallest", "greedy").peak_bytes
         assert row.fits == (row.peak_bytes <= parse_budget(budget, 0))
-
-
-def test_a_loss_in_slices_alone_needs_no_larger_regions() -> None:
-    """Nothing is recomputed there, so joining layers changes nothing."""
-    profile = profiled("adamw")
-    assert Request(techniques=("chunk",)).planner(profile).basis.context.sizes == (1,)
-    assert len(Request().planner(profile).basis.context.sizes) > 1
-    both = Request(techniques=("recompute", "chunk")).planner(profile)
-    # without offers, chunks add no choice
-    assert both.basis.context is Request().planner(profile).basis.context
 
 
 def test_rows_on_a_gpu_without_a_budget_are_what_plan_says() -> None:

@@ -17,6 +17,7 @@ from sacplan.profiling.optimizer_names import BY_NAME
 from sacplan.questions.on_ranks import read_devices
 from tests.support.slow import slow_after
 from tests.zoo.language_models import LM, cross_entropy, tokens
+from tests.zoo.layers import FromFunction
 
 UNITS = ("layers.*", "")
 BUDGET = "5MiB"
@@ -37,11 +38,16 @@ def model() -> LM:
         return LM(layers=2, dim=64, vocab=512, dropout=0.0)
 
 
+def fitted(budget: str, optimizer: str = "adamw", **options: Any) -> sacplan.Verdict:
+    options = {"batch": 4} | options
+    return sacplan.fit(
+        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, optimizer, budget, **options
+    )
+
+
 @cache
 def found(budget: str = BUDGET) -> sacplan.Verdict:
-    return sacplan.fit(
-        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw", budget, batch=4
-    )
+    return fitted(budget)
 
 
 def profiled(batch: int = 4, **ranks: Any) -> sacplan.Profile:
@@ -111,9 +117,7 @@ def test_rows_are_what_profile_and_plan_say(spread: str, budget: str) -> None:
 @pytest.mark.slow
 def test_an_optimizer_that_steps_whole_parameters_has_rows_where_they_are_whole() -> None:
     pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
-    verdict = sacplan.fit(
-        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw-8bit", NOTHING, batch=4, sizes=False
-    )  # fmt: skip
+    verdict = fitted(NOTHING, "adamw-8bit", sizes=False)
     assert "adamw-8bit" in {row.optimizer for row in verdict.rows if row.spread == "DDP"}
     assert "adamw-8bit" not in {row.optimizer for row in verdict.rows if row.spread.startswith("FSDP2")}
     assert any(row.spread == "FSDP2" for row in verdict.rows)
@@ -169,10 +173,7 @@ def test_the_largest_batch_of_a_mesh_is_that_of_a_device() -> None:
 @pytest.mark.slow
 def test_times_are_those_of_all_micro_steps() -> None:
     """Each runs forward, backward and its communication, and one of them the optimizer."""
-    accumulated = sacplan.fit(
-        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw", BUDGET,
-        batch=4, accumulation_steps=3, sizes=False,
-    )  # fmt: skip
+    accumulated = fitted(BUDGET, accumulation_steps=3, sizes=False)
     for spread in ("DDP", "FSDP2"):
         row = next(row for row in accumulated.rows if row.spread == spread)
         ranks = {"accumulation_steps": 3, **ranks_of(spread)}
@@ -184,10 +185,7 @@ def test_times_are_those_of_all_micro_steps() -> None:
 @pytest.mark.slow
 def test_another_training_is_tried_where_the_asked_one_does_not_fit() -> None:
     """The 8-bit one of bitsandbytes steps whole parameters: DDP has it, and shards have not."""
-    small = sacplan.fit(
-        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw", NOTHING, batch=4,
-        sizes=False,
-    )  # fmt: skip
+    small = fitted(NOTHING, sizes=False)
     by_spread: dict[str, list[sacplan.FitRow]] = {}
     for row in small.rows:
         by_spread.setdefault(row.spread, []).append(row)
@@ -200,32 +198,29 @@ def test_another_training_is_tried_where_the_asked_one_does_not_fit() -> None:
     assert {row.optimizer for row in small.rows if row.spread != "DDP"} <= {"adamw", "adamw-fused"}
 
 
-class Adapted(torch.nn.Module):
-    """A frozen layer in bfloat16, with an adapter in float32 beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.device("meta"):
-            self.frozen = torch.nn.Linear(64, 64, dtype=torch.bfloat16).requires_grad_(False)
-            self.adapter = torch.nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.frozen(x.bfloat16()).float() + self.adapter(x)
-
-
 def test_the_verdict_says_what_becomes_of_frozen_types() -> None:
     """People report that FSDP2 upcasts LoRA: the verdict has the bytes, with what runs the step there."""
 
     def made(n: int) -> torch.Tensor:
         return torch.empty(n, 64, device="meta")
 
-    many = sacplan.fit(Adapted(), made, f"2x{DEVICE}", lambda m, x: m(x).sum(), "adamw", "1MiB", sizes=False)
+    def adapted() -> torch.nn.Module:
+        with torch.device("meta"):
+            frozen = torch.nn.Linear(64, 64, dtype=torch.bfloat16).requires_grad_(False)
+            adapter = torch.nn.Linear(64, 64)
+        return FromFunction(
+            lambda self, x: self.frozen(x.bfloat16()).float() + self.adapter(x),
+            frozen=frozen,
+            adapter=adapter,
+        )
+
+    many = sacplan.fit(adapted(), made, f"2x{DEVICE}", lambda m, x: m(x).sum(), "adamw", "1MiB", sizes=False)
     (said,) = many.remarks
     more = 2 * (64 * 64 + 64)
     assert said.startswith("Frozen parameters in bfloat16 stay so beside trained ones in float32")
     assert f"{format_bytes(more)} more, {format_bytes(more // 2)} on each of 2 ranks" in said
     assert said in str(many)
-    one = sacplan.fit(Adapted(), made, DEVICE, lambda m, x: m(x).sum(), "adamw", "1MiB", sizes=False)
+    one = sacplan.fit(adapted(), made, DEVICE, lambda m, x: m(x).sum(), "adamw", "1MiB", sizes=False)
     assert not one.remarks
 
 
@@ -280,9 +275,7 @@ def noted_bytes(note: str) -> int:
 
 def test_ddp_that_cannot_fit_is_not_recorded() -> None:
     """The step fits on one device, and not with DDP's copy of all gradients."""
-    verdict = sacplan.fit(
-        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw", "5.8MiB", batch=4, sizes=False
-    )  # fmt: skip
+    verdict = fitted("5.8MiB", sizes=False)
     assert {row.spread for row in verdict.rows} == {"FSDP2"}
     # What follows from FSDP2's rank lacks the gradients that DDP holds at its peak: some 4 KiB here.
     (note,) = [note for note in verdict.computed if note.startswith("DDP without a plan needs at least ")]
@@ -293,9 +286,7 @@ def test_ddp_that_cannot_fit_is_not_recorded() -> None:
 def test_ddp_that_no_plan_makes_fit_is_not_recorded() -> None:
     """FSDP2 fits with a plan; with whole parameters, what no plan lowers is too much already."""
     budget = "3.9MiB"
-    verdict = sacplan.fit(
-        model(), lambda n: tokens(n, 64, 512), f"2x{DEVICE}", cross_entropy, "adamw", budget, batch=4, sizes=False
-    )  # fmt: skip
+    verdict = fitted(budget, sizes=False)
     assert [(row.spread, row.way, row.fits) for row in verdict.rows] == [
         ("FSDP2", "as it is", False),
         ("FSDP2", "plan", True),

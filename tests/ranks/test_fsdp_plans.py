@@ -26,7 +26,7 @@ from tests.support.ranks import (
 )
 from tests.support.steps import bit_equal, mean_square
 from tests.zoo import language_models as models
-from tests.zoo.layers import HeavyLayers
+from tests.zoo.layers import Adapted, HeavyLayers
 
 pytestmark = needs_gloo
 
@@ -36,19 +36,6 @@ BUDGET = "75%"
 LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "gpt": models.cross_entropy, "replicas": models.cross_entropy, "mlp": mean_square, "lora": mean_square
 }  # fmt: skip
-
-
-class Adapter(nn.Module):
-    """A frozen linear layer with a low-rank adapter, as LoRA has it."""
-
-    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
 
 
 def how_of(name: str) -> dict[str, Any]:
@@ -74,7 +61,7 @@ def model_and_batch(name: str, rank: int) -> tuple[nn.Module, torch.Tensor]:
         # Of each layer only the adapter is trained; the head is trained, too.
         for layer in model.layers:
             layer[0].requires_grad_(False)
-            layer[3] = Adapter(layer[3])
+            layer[3] = Adapted(layer[3], layer[3].in_features, layer[3].out_features)
     torch.manual_seed(10 + rank)
     return model, models.tokens(4, 32, 64) if gpt else torch.randn(1024, 66)
 

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.profiler import ProfilerActivity
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
 from sacplan.techniques.recompute.executor.nodes import RecipeNode
 from sacplan.techniques.runtime.recording import here
 from sacplan.torch_compat.allocations import allocation_events
+from tests.support.ops import Ops
 from tests.support.recomputing import state
 from tests.support.slow import slow_after
 from tests.support.steps import bit_equal
@@ -264,24 +265,6 @@ def tensor_hooks(model: TwoHeads) -> list[torch.Tensor]:
     return state(model, loss, seen[0].grad)
 
 
-def optimizer_in_backward(model: TwoHeads) -> list[torch.Tensor]:
-    """Parameters are stepped as soon as their gradient is there."""
-    model = copy.deepcopy(model)
-
-    def step(p: torch.Tensor) -> None:
-        with torch.no_grad():
-            p.sub_(p.grad, alpha=0.1)
-        p.grad = None
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(step)
-    losses = [model(started(model)) for _ in range(1)]
-    losses[0].backward()
-    losses.append(model(started(model)))
-    losses[1].backward()
-    return [*losses, *model.parameters()]
-
-
 # --- other people's checkpoints, and evaluation ---------------------------------------------------
 
 
@@ -361,7 +344,7 @@ PARTLY: list[Use] = [  # without a call of the model itself
 ]  # fmt: skip
 WHOLLY: list[Use] = [
     kept_for_three, gradient_penalty, hessian_vector, inputs_only, one_thread, anomaly, offloaded, module_hooks,
-    tensor_hooks, optimizer_in_backward, evaluated(torch.no_grad), evaluated(torch.inference_mode), functional,
+    tensor_hooks, evaluated(torch.no_grad), evaluated(torch.inference_mode), functional,
     other_calls,
 ]  # fmt: skip
 CASES = [
@@ -413,15 +396,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
         (two_losses, 1.01),  # a graph that is retained keeps what has been recomputed for it
         (gradient_penalty, 1.01),
     ],
-    ids=[
-        "module_hooks",
-        "tensor_hooks",
-        "one_thread",
-        "offloaded",
-        "evaluated",
-        "two_losses",
-        "gradient_penalty",
-    ],
+    ids=lambda one: one.__qualname__.partition(".")[0] if callable(one) else str(one),
 )
 def test_the_peak_is_smaller_all_the_same(use: Use, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
@@ -498,13 +473,6 @@ def linearized(model: TwoHeads) -> list[torch.Tensor]:
     return [out, tangent(batch().cos())]
 
 
-class Nothing(TorchDispatchMode):
-    """Lets everything pass. With any mode on, PyTorch's formulas for tangents write nothing in place."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize(
     "use",
@@ -516,7 +484,8 @@ def test_transforms_and_traces_of_a_planned_model(use: Use) -> None:
     planned = discarding(model)
     assert bit_equal(two_losses(model), two_losses(planned))
     for _ in range(2):
-        with Nothing() if use is with_dual_numbers else contextlib.nullcontext():
+        # With any mode on, PyTorch's formulas for tangents write nothing in place.
+        with Ops() if use is with_dual_numbers else contextlib.nullcontext():
             expected = use(model)
         assert bit_equal(expected, use(planned))
         assert_nothing_is_on()

@@ -332,11 +332,16 @@ def test_a_unit_left_uncompiled_keeps_its_plan(
     )
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 def test_what_was_compiled_before_takes_the_plan(
-    model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor
+    model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor, in_place: bool
 ) -> None:
     seen = Seen()
-    called: Any = torch.compile(copy.deepcopy(model), backend=seen.backend)
+    called: Any = copy.deepcopy(model)
+    if in_place:
+        called.compile(backend=seen.backend)
+    else:
+        called = torch.compile(called, backend=seen.backend)
     before = step(called, tokens, None)
     saved, seen.saved_bytes = seen.saved_bytes, 0
     with sacplan.apply(called, plan):

@@ -12,17 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import sacplan
-from benchmarks.models.random_blocks import net_of
-from sacplan.profiling.tracing import StepRequest, trace_step
-from sacplan.record.step import Step as TrainingStep
-from sacplan.running.measure import measured_step
+from sacplan.device.op_kernels import Call
 from sacplan.techniques.recompute.executor.lookup import Lookup
 from sacplan.techniques.recompute.executor.recorder import UnitRecorder
 from sacplan.techniques.recompute.executor.slots import SlotTable
+from tests.support.ops import Ops, name_of
 from tests.support.recomputing import discard_all, fitting_sites, plan_of, same_bits, state, step
 from tests.support.storages import Storages, no_collector
 from tests.zoo.layers import FromFunction
@@ -105,50 +103,15 @@ def test_a_hook_that_runs_the_next_op_is_not_taken_for_it(monkeypatch: pytest.Mo
 def test_nothing_of_ours_runs_outside_of_units_in_the_forward_pass() -> None:
     planned, _ = discard_all(outer())
     step(planned, batch())
-    seen = []
 
-    class Look(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if "tanh" in str(func):  # between the units
-                modes = _get_current_dispatch_mode_stack()
-                hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-                seen.append((any(isinstance(m, UnitRecorder) for m in modes), hooks))
-            return func(*args, **(kwargs or {}))
+    def look(call: Call) -> Any:
+        modes = _get_current_dispatch_mode_stack()
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return name_of(call), any(isinstance(m, UnitRecorder) for m in modes), hooks
 
-    with Look():
+    with Ops(look) as seen:
         planned(batch())
-    assert seen == [(False, None)] * 2
-
-
-def test_recomputed_values_are_gone_when_the_step_has_its_next_peak() -> None:
-    """The allocator's own peak, in a later step: what the replay says, for which values die with their last use."""
-    torch.manual_seed(0)
-    layers = [
-        nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256), nn.GELU()) for _ in range(4)
-    ]
-    model = nn.Sequential(*(nn.Sequential(layer) for layer in layers))
-    x = torch.randn(512, 256)
-    profile = sacplan.profile(model, x, device="cpu")
-    plan = plan_of(profile, {str(i): sorted(fitting_sites(profile, str(i))) for i in range(4)})
-    sacplan.apply(model, plan)
-    training = TrainingStep(model, x, lambda m, b: m(b).sum(), None)
-    for _ in range(3):
-        measured = measured_step(training, [x]).peak_bytes
-        assert measured == plan.peak_bytes
-    assert plan.peak_bytes < 0.9 * profile.peak_bytes
-
-
-@pytest.mark.parametrize("kind", ["gelu", "dropout", "attention", "norm", "sorting", "index_put", "relu_"])
-def test_the_replayed_peak_is_that_of_the_second_step(kind: str) -> None:
-    """With an optimizer two steps are traced, and the second one counts."""
-    model = net_of([kind, "linear"], ["norm"], order=[0, 1, 1], tie=True)
-    profile = sacplan.profile(model, batch(), device="cpu", optimizer=torch.optim.SGD)
-    plan = plan_of(profile, {f"blocks.{i}": sorted(fitting_sites(profile, f"blocks.{i}")) for i in range(2)})
-    seen = trace_step(StepRequest(
-        model, batch(), None, torch.optim.SGD, "cpu", "cost-model", "fake",
-        prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
-    ))  # fmt: skip
-    assert seen.program.footprint.peak_bytes == plan.peak_bytes < profile.peak_bytes
+    assert [one for one in seen.noted if one[0] == "tanh"] == [("tanh", False, None)] * 2  # between the units
 
 
 # --- the same decisions ---------------------------------------------------------------------------
@@ -182,16 +145,9 @@ FLOWS = ["long", "other", "short", "gelu", "long", "short", "other", "gelu", "ge
 
 def dispatched(model: nn.Module, x: torch.Tensor) -> list[str]:
     """The ops of a step; what runs again is among them."""
-    seen: list[str] = []
-
-    class See(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with See():
+    with Ops() as seen:
         step(model, x)
-    return [name for name in seen if "detach" not in name and "as_strided" not in name]
+    return [name for name in seen.noted if name not in ("detach", "as_strided")]
 
 
 @pytest.mark.filterwarnings("ignore:the step is not the one")
@@ -299,17 +255,6 @@ def test_a_parameter_that_is_frozen_and_trained_in_turns(monkeypatch: pytest.Mon
 # --- the same safety ------------------------------------------------------------------------------
 
 
-def test_what_is_kept_is_still_checked() -> None:
-    held: list[torch.Tensor] = []
-    model = outer(lambda x: held.append(x.sin()) or held[-1].cos())
-    planned = applied(model, {"units.0": [("aten.exp.default", 0)]})
-    step(planned, batch())
-    loss = planned(batch())
-    held[-1].detach().mul_(2)
-    with pytest.raises(sacplan.errors.RecipeError, match="written in place after autograd saved it"):
-        loss.backward()
-
-
 def test_an_error_in_the_forward_leaves_nothing_behind() -> None:
     fail = [False]
 
@@ -384,13 +329,6 @@ def test_hooks_around_the_model_do_not_shift_call_sites() -> None:
     planned = applied(Outer(Unit()), {"units.0": [("aten.exp.default", 0)]})
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.exp(), lambda t: t.log()):
         loss = planned(batch())
-    seen = []
-
-    class See(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with See():
+    with Ops() as seen:
         loss.backward()
-    assert seen.count("aten.exp.default") == 1
+    assert seen.noted.count("exp") == 1

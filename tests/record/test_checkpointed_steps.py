@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import sacplan
 from sacplan.core.decisions import Recompute
 from tests.support.slow import slow_after
-from tests.support.steps import bit_equal, grads_of, mean_square
+from tests.support.steps import assert_carried_out, mean_square
 
 
 class Block(nn.Module):
@@ -57,16 +57,6 @@ class Model(nn.Module):
         return self.blocks[5](self.blocks[4](x))
 
 
-def _holds(model: nn.Module, batch: Any, loss_fn: Any, plan: sacplan.Plan) -> None:
-    for run in ("fake", "real"):
-        seen = sacplan.verify(model, batch, plan, loss_fn, run=run)  # type: ignore[arg-type]
-        assert seen.peak_bytes == plan.peak_bytes
-        assert not seen.differences
-    expected = grads_of(model, batch, loss_fn)
-    with sacplan.apply(model, plan):
-        assert bit_equal(grads_of(model, batch, loss_fn), expected)
-
-
 @pytest.mark.parametrize("reentrant", slow_after(1, [False, True]))
 @pytest.mark.parametrize("how", ["each", "nested", "function"])
 def test_profiled_as_it_is_and_planned_around(how: str, reentrant: bool) -> None:
@@ -85,7 +75,7 @@ def test_profiled_as_it_is_and_planned_around(how: str, reentrant: bool) -> None
     places = [f"{site.unit}.{site.place}" for site in plan.decisions if isinstance(site, Recompute)]
     assert places
     assert not any(block in place for place in places for block in ("blocks.2.", "blocks.3."))
-    _holds(model, batch, mean_square, plan)
+    assert_carried_out(model, batch, plan)
 
 
 def test_a_model_of_transformers_with_its_own_switch() -> None:
@@ -107,7 +97,7 @@ def test_a_model_of_transformers_with_its_own_switch() -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     plan = sacplan.plan(profile, "smallest")
     assert plan.peak_bytes < profile.peak_bytes  # the logits
-    _holds(model, batch, loss_fn, plan)
+    assert_carried_out(model, batch, plan, loss_fn)
 
 
 def test_a_wrapper() -> None:
@@ -117,4 +107,4 @@ def test_a_wrapper() -> None:
     profile = sacplan.profile(model, batch, mean_square, device="cpu")
     plan = sacplan.plan(profile, "smallest")
     assert plan.peak_bytes < profile.peak_bytes
-    _holds(model, batch, mean_square, plan)
+    assert_carried_out(model, batch, plan)

@@ -76,13 +76,6 @@ def test_routing_is_balanced_and_said_so():
     assert "balanced" in profile.assumptions[0]
 
 
-def test_assumptions_are_saved(tmp_path):
-    with pytest.warns(SacplanWarning):
-        profile = sacplan.profile(MoE(), torch.randn(64, 16))
-    profile.save(tmp_path / "profile.json")
-    assert sacplan.Profile.load(tmp_path / "profile.json").assumptions == profile.assumptions
-
-
 def test_a_plan_says_that_routing_was_taken_for_balanced(tmp_path):
     """The profile, the plan in words, its file, and what a measured step with other routing is compared with."""
     model, x = MoE(), torch.randn(64, 16)

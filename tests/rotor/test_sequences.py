@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
-from msgspec import structs
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sacplan
 from sacplan.techniques.recompute.rewrite import recomputed
-from tests.support.rotor_reference import ENGINES
 from tests.support.slow import slow_after
 from tests.support.steps import bit_equal, grads_of
 from tests.zoo import convnets
@@ -34,21 +31,10 @@ def gpt() -> tuple[nn.Module, torch.Tensor, sacplan.Profile]:
     return model, batch, sacplan.profile(model, batch, device="cpu", loss_fn=cross_entropy)
 
 
-@pytest.fixture(scope="module")
-def resnet18() -> tuple[nn.Module, torch.Tensor, sacplan.Profile]:
-    torch.manual_seed(0)
-    model, batch = convnets.resnet18(classes=10), torch.randn(32, 3, 112, 112)
-    return model, batch, sacplan.profile(model, batch, device="cpu")
-
-
 @pytest.mark.parametrize("budget", slow_after(1, ["smallest", "80%", "50%"]))
 def test_a_gpt_for_real(gpt: tuple[nn.Module, torch.Tensor, sacplan.Profile], budget: str) -> None:
     model, batch, profile = gpt
-    plan = (
-        sacplan.plan(profile, "smallest", solver="rotor")
-        if budget == "smallest"
-        else sacplan.plan(profile, budget, solver="rotor")
-    )
+    plan = sacplan.plan(profile, budget, solver="rotor")
     seen = sacplan.verify(model, batch, plan, loss_fn=cross_entropy, run="real")
     assert seen.within_budget
     assert seen.peak_bytes <= plan.peak_bytes * 1.0005
@@ -59,46 +45,17 @@ def test_a_gpt_for_real(gpt: tuple[nn.Module, torch.Tensor, sacplan.Profile], bu
         assert bit_equal(expected, grads_of(model, batch, cross_entropy))  # by the schedule
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [pytest.param("85%", marks=pytest.mark.exhaustive), "smallest"])
-def test_resnet18_for_real(resnet18: tuple[nn.Module, torch.Tensor, sacplan.Profile], budget: str) -> None:
-    model, batch, profile = resnet18
-    plan = (
-        sacplan.plan(profile, "smallest", solver="rotor")
-        if budget == "smallest"
-        else sacplan.plan(profile, budget, solver="rotor")
-    )
-    seen = sacplan.verify(model, batch, plan, run="real")
-    assert seen.within_budget
-    assert abs(seen.error) < 0.005  # convolutions allocate inside
-    loss = lambda m, x: m(x).float().sum()  # noqa: E731
-    expected = grads_of(model, batch, loss)
-    with sacplan.apply(model, plan):
-        assert bit_equal(expected, grads_of(model, batch, loss))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "budget_bytes"),
-    [
-        (convnets.resnet50, 4000 * MB),
-    ],
-)
-def test_large_convnets_on_a_fake_device(make, budget_bytes: int) -> None:  # type: ignore[no-untyped-def]
+def test_a_large_convnet_on_a_fake_device() -> None:
+    budget_bytes = 4000 * MB
     with torch.device("meta"):
-        model, batch = make(), torch.empty(128, 3, 224, 224)
+        model, batch = convnets.resnet50(), torch.empty(128, 3, 224, 224)
     profile = sacplan.profile(model, batch, device="h100 without workspaces")
     assert profile.peak_bytes > 1.9 * budget_bytes
     plan = sacplan.plan(profile, f"{budget_bytes}B", solver="rotor")
     seen = sacplan.verify(model, batch, plan)
     assert seen.peak_bytes == plan.peak_bytes <= budget_bytes
     assert seen.recompute_flops == plan.recompute_flops
-    chain = profile.chain
-    fast, reference = (engine(chain, budget_bytes, 500) for engine in ENGINES.values())
-    assert np.array_equal(fast.table, reference.table)
-    assert np.array_equal(fast.choices, reference.choices)
-    assert fast.operations == reference.operations
 
 
 def test_stages_run_more_than_once_again() -> None:
@@ -180,13 +137,3 @@ def test_compiling_is_refused() -> None:
     sacplan.apply(model, plan)
     with pytest.raises(Exception, match="more than once"):
         torch.compile(model, backend="aot_eager")(batch)
-
-
-def test_a_plan_without_a_budget_has_the_smallest_peak(
-    gpt: tuple[nn.Module, torch.Tensor, sacplan.Profile],
-) -> None:
-    _, _, profile = gpt
-    plan = sacplan.plan(profile, "smallest", solver=sacplan.Rotor(slots=200))
-    assert plan.budget_bytes is None
-    assert plan.solver == "rotor"
-    assert structs.replace(plan, budget_bytes=1).fingerprint == profile.fingerprint

@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
 from sacplan.distributed.sharding.mesh import Mesh
 from sacplan.distributed.sharding.placements import PARTIAL, REPLICATED, Placement, Placements
+from tests.support.ops import Ops
 from tests.support.placed import assert_equal, every_rank, scattered
 
 if not torch.distributed.is_available():
@@ -56,18 +55,6 @@ class Rank:
         return placed.full_tensor()
 
 
-class Collectives(TorchDispatchMode):
-    """Counts them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "c10d" in func.namespace and "wait" not in str(func)
-        return func(*args, **kwargs or {})
-
-
 def of_gradient(layout: Placements, spread: Sequence[bool]) -> Placements:
     """A gradient lies as its tensor does, if that is cut; that of a summand is whole.
 
@@ -95,9 +82,9 @@ def check_linear(here: Rank, shape: tuple[int, ...], bias: bool) -> int:
         *given, out = form.operands
         parts = [here.part(t, o.layout).requires_grad_() for t, o in zip(tensors, given, strict=True)]
         assert [tuple(p.shape) for p in parts] == [o.local for o in given], form
-        with Collectives() as hidden:
+        with Ops(lambda call: call.func.namespace) as seen:
             mine = F.linear(*parts)
-        assert not hidden.count, form
+        assert set(seen.noted) == {"aten"}, form
         assert tuple(mine.shape) == out.local, form
         assert_equal(here.whole(mine.detach(), y.shape, out.layout), y.detach(), form.name)
         # Every form but the one where an axis does nothing has another part of the work on each rank.

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sacplan
-from sacplan.distributed.sharding.placements import format_layout, local_shape
-from tests.support.placed import parse_layout
+from sacplan.distributed.sharding.placements import PARTIAL, REPLICATED, cut, format_layout, local_shape
 from tests.zoo.layers import FromFunction
 
 MESH = {"dp": 2, "tp": 2}
@@ -57,7 +56,7 @@ def test_operands_have_physical_and_logical_shapes() -> None:
         ("bias", "parameter", (32,), (32,), "R,S0", (16,)),
         ("output", "output", (4, 4, 4, 32), (64, 32), "S1,S3", (4, 2, 4, 16)),
     ]
-    assert found["weight"].local == local_shape((32, 16), parse_layout("R,S0"), (2, 2))
+    assert found["weight"].local == local_shape((32, 16), (REPLICATED, cut(0)), (2, 2))
     with pytest.raises(KeyError):
         found["gate"]
 
@@ -102,7 +101,7 @@ def test_products_are_named_whatever_they_are_called_by() -> None:
     products = sacplan.strategies(torch.mm, (x, torch.empty(16, 32)), MESH)
     for found in (bias_first, products):
         assert {n for n in found.names if "=" in n} == {n for n in by_module if "=" in n}
-    assert products["S0S1 = S0R x RS1_0"].operands[1].layout == parse_layout("R,S1")
+    assert products["S0S1 = S0R x RS1_0"].operands[1].layout == (REPLICATED, cut(1))
 
 
 def test_what_has_no_name_is_called_by_its_layouts() -> None:
@@ -114,7 +113,7 @@ def test_what_has_no_name_is_called_by_its_layouts() -> None:
 def test_the_split_of_megatron_is_among_those_of_an_mlp() -> None:
     mlp = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
     found = sacplan.strategies(mlp, torch.empty(8, 16), 4)
-    (split,) = [s for s in found if s["output"].layout == parse_layout("P")]
+    (split,) = [s for s in found if s["output"].layout == (PARTIAL,)]
     assert [str(o) for o in split.operands] == [
         "input R", "0.weight S0", "0.bias S0", "2.weight S1", "2.bias P", "output P"
     ]  # fmt: skip

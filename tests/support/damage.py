@@ -30,24 +30,6 @@ def set_to(*keys: Any, to: Any) -> Callable[[Any], None]:
     return change
 
 
-def damaged_bytes(contents: bytes, data: st.DataObject) -> bytes:
-    """Bytes that are flipped, replaced, cut out, written twice or cut off."""
-    text = bytearray(contents)
-    kind = data.draw(st.sampled_from(["flip", "replace", "cut", "repeat", "end"]))
-    at, length = data.draw(st.integers(0, len(text) - 1)), data.draw(st.integers(1, 200))
-    if kind == "flip":
-        text[at] ^= 1 << data.draw(st.integers(0, 7))
-    elif kind == "replace":
-        text[at] = data.draw(st.integers(0, 255))
-    elif kind == "cut":
-        del text[at : at + length]
-    elif kind == "repeat":
-        text[at:at] = text[at : at + length]
-    else:
-        del text[at:]
-    return bytes(text)
-
-
 def damaged_contents(contents: bytes, data: st.DataObject, values: st.SearchStrategy[Any] = VALUES) -> Any:
     """What JSON holds, with a key or an entry that is missing, of another type, unknown, or there twice."""
     changed = json.loads(contents)

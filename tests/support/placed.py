@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,24 +20,6 @@ from tests.support.local_calls import local_call
 from tests.support.slices import OpCall, copied
 
 At = tuple[int, ...]
-
-
-_PLACEMENT = re.compile(r"R|S(\d+)(?:/(\d+))?|P(avg|max|min|sum)?")
-
-
-def parse_layout(text: str) -> Placements:
-    """Return the layout that ``"S0,R"`` stands for."""
-    found = []
-    for word in text.split(","):
-        match = _PLACEMENT.fullmatch(word)
-        if match is None:
-            raise ValueError(f"placement {word!r} in {text!r} cannot be read; it is R, S0, S1, ..., or P.")
-        dim, outer, reduce = match.groups()
-        if word[0] == "S":
-            found.append(cut(int(dim), int(outer or 1)))
-        else:
-            found.append(REPLICATED if word == "R" else Placement("P", reduce=reduce or "sum"))
-    return tuple(found)
 
 
 def every_rank(mesh: Mesh) -> list[At]:

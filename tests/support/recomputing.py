@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import Phase as Stage
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
 from sacplan.core.decisions import as_decisions
@@ -20,7 +19,6 @@ from sacplan.core.program import CallSite, Phase
 from sacplan.planning.make import provenance_of
 from sacplan.planning.plan import Plan
 from sacplan.planning.units import unit_plans
-from sacplan.profiling.tracing import StepRequest, trace_step
 from sacplan.techniques.recompute.in_place_groups import without_missing_versions
 from sacplan.techniques.recompute.rewrite import recomputed
 from tests.support.plans import Sites, times_of
@@ -105,12 +103,11 @@ def fuzz(examples: int) -> settings:
     )  # fmt: skip
 
 
-def assert_peak_is_replayed(model: nn.Module, plan: Plan, x: Any = None, loss_fn: Any = None) -> None:
-    seen = trace_step(StepRequest(
-        model, batch() if x is None else x, loss_fn, None, "cpu", "cost-model", "fake",
-        prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
-    ))  # fmt: skip
-    assert seen.program.footprint.peak_bytes == plan.peak_bytes
+def assert_peak_is_replayed(
+    model: nn.Module, plan: Plan, x: Any = None, loss_fn: Any = None, optimizer: Any = None
+) -> None:
+    seen = sacplan.verify(model, batch() if x is None else x, plan, loss_fn, optimizer)
+    assert seen.peak_bytes == plan.peak_bytes
 
 
 def discard_all(
@@ -122,16 +119,3 @@ def discard_all(
     planned = copy.deepcopy(model)
     plan = plan_of(profile, {f: sorted(fitting_sites(profile, f)) for f in fqns})
     return planned, sacplan.apply(planned, plan, **kwargs)
-
-
-def count_ops(f: Callable[[], Any]) -> int:
-    class Count(TorchDispatchMode):
-        ops = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.ops += str(func) in ("aten.addmm.default", "aten.exp.default", "aten.mul.Tensor")
-            return func(*args, **(kwargs or {}))
-
-    with Count() as count:
-        f()
-    return count.ops

@@ -7,7 +7,6 @@ cell at once. So its tables must be equal to these to the bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import accumulate
 from unittest import mock
 
@@ -17,8 +16,6 @@ import sacplan
 from sacplan.solvers.rotor import rotor
 from sacplan.solvers.rotor.chain import ChainSizes
 from sacplan.solvers.rotor.rotor import INFEASIBLE, KEEP_ALL, RotorResult, Tables, choice_type
-
-Engine = Callable[[sacplan.Chain, int, int], RotorResult]
 
 
 def reference_tables(chain: sacplan.Chain, sizes: ChainSizes, slots: int, strict: bool) -> Tables:
@@ -60,6 +57,3 @@ def rotor_by_reference(chain: sacplan.Chain, budget_bytes: int, slots: int = 500
     """Run ``sacplan.rotor`` with the tables made here."""
     with mock.patch.object(rotor, "tables_of", reference_tables):
         return sacplan.rotor(chain, budget_bytes, slots)
-
-
-ENGINES: dict[str, Engine] = {"fast": sacplan.rotor, "reference": rotor_by_reference}

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity
 
+import sacplan
 from sacplan.torch_compat.allocations import allocation_events
 
 
@@ -66,3 +67,17 @@ def peaks_of_steps(build: Any, steps: int, loss_fn: Any = mean_square) -> list[i
         if peaks:
             peaks[-1] = max(peaks[-1], live)
     return peaks
+
+
+def assert_carried_out(
+    model: nn.Module, batch: Any, plan: sacplan.Plan, loss_fn: Any = mean_square, steps: int = 2
+) -> None:
+    """The peak is that of the fake step and of the real one, and no bit of the steps is another."""
+    for run in ("fake", "real"):
+        seen = sacplan.verify(model, batch, plan, loss_fn, run=run)  # type: ignore[arg-type]
+        assert seen.peak_bytes == plan.peak_bytes, run
+        assert not seen.differences
+    plain = grads_of(model, batch, loss_fn)
+    with sacplan.apply(model, plan):
+        for _ in range(steps):  # looked up, and by the schedule
+            assert bit_equal(grads_of(model, batch, loss_fn), plain)

@@ -117,11 +117,6 @@ class ResNet(nn.Module):
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
-def resnet18(inplace: bool = True, classes: int = 1000) -> ResNet:
-    """11,689,512 parameters with 1000 classes."""
-    return ResNet(BasicBlock, (2, 2, 2, 2), inplace, classes)
-
-
 def resnet50(inplace: bool = True, classes: int = 1000) -> ResNet:
     """25,557,032 parameters with 1000 classes."""
     return ResNet(Bottleneck, (3, 4, 6, 3), inplace, classes)

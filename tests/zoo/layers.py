@@ -211,3 +211,15 @@ class Recurrence(nn.Module):
             z = torch.sigmoid(x + h @ self.gate)
             h = z * h + (1 - z) * torch.tanh(x + h @ self.value)
         return h
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a low-rank adapter beside it, as LoRA has it."""
+
+    def __init__(self, base: nn.Module, fan_in: int, fan_out: int, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(fan_in, rank, bias=False), nn.Linear(rank, fan_out, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
