@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
+from textwrap import fill
 
 import sacplan
 from benchmarks.harness.command import Parser
@@ -117,18 +118,22 @@ def mesh_text(row: Row) -> str:
 
 
 def cells_of(row: Row, length: int) -> list[str]:
-    """Write the cells of a row."""
+    """Write the cells of a row that fits."""
     peaks = [f"{row[key] / GIB:.1f} GiB" for key in ("unplanned_peak_bytes", "peak_bytes")]
-    way = [mesh_text(row), row["name"]]
-    if not row["fits"]:
-        return [*way, peaks[0], f"at least {peaks[1]}", "", "", "", ""]
     times = [f"{row[key]:,.0f} ms" for key in ("step_ms", "recompute_ms", "collective_ms")]
-    return [*way, *peaks, *times, f"{row['samples_per_s'] * length:,.0f}"]
+    return [mesh_text(row), row["name"], *peaks, *times, f"{row['samples_per_s'] * length:,.0f}"]
 
 
 def table(run: Row) -> str:
-    """Write a run as a table in Markdown: what fits, the fastest first, then the ways that do not."""
-    return markdown_table(HEADS, (cells_of(row, run["length"]) for row in run["rows"]))
+    """Write a run as a table in Markdown, the fastest first, and the smallest peaks of the ways that do not fit."""
+    fits = [cells_of(row, run["length"]) for row in run["rows"] if row["fits"]]
+    others = [
+        f"{mesh_text(row)} as {row['name']}, {row['peak_bytes'] / GIB:.1f} GiB"
+        for row in run["rows"]
+        if not row["fits"]
+    ]
+    parts = [markdown_table(HEADS, fits)] * bool(fits)
+    return "\n\n".join([*parts, *[fill(f"Too large: {'; '.join(others)}.", 120)] * bool(others)])
 
 
 def markdown(runs: Sequence[Row], shape: str = "8b") -> str:
@@ -146,19 +151,19 @@ def markdown(runs: Sequence[Row], shape: str = "8b") -> str:
 
 
 def planning(runs: Sequence[Row]) -> str:
-    """Write what a search and its best mesh took before PyTorch ran the ranks, and take now, as a table."""
+    """Write what a search and its best mesh took before PyTorch ran the ranks, and take now."""
     known = {(row["case"], row["figure"]): row for row in table_of(FORMER)}
     rows = []
     for run in runs:
         case = f"{run['shape']}, {run['devices']} GPUs"
         search = known.get((case, "planning, s"))
         if search is not None:
-            step = known.get((case, "fastest step, ms"), {"before": "", "pytorch": ""})
+            step = known.get((case, "fastest step, ms"), {"before": ""})
             seconds = f"{run['processor_seconds']:.0f} s"
             now = f"{run['rows'][0]['step_ms']:,.0f}" if step["before"] else ""
-            steps = [f"{ms} ms" if ms else "" for ms in (step["before"], step["pytorch"], now)]
+            steps = [f"{ms} ms" if ms else "" for ms in (step["before"], now)]
             rows.append([case, *steps, f"{search['before']} s", seconds])
-    return markdown_table("what | step before | step then | step now | planning before | planning now", rows)
+    return markdown_table("what | step before | step | planning before | planning", rows)
 
 
 def refusals(run: Row) -> Iterator[str]:

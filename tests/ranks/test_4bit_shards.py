@@ -43,9 +43,9 @@ def on_rank(rank: int, peaks: dict[torch.dtype, int], directory: str) -> None:
             with patient_collectives():
                 measured = RankMemory(sharded, batch, mean_square).peak_bytes(scales_bytes(whole))
             assert rank or measured == peaks[storage]  # the first has the largest shards
-            packed = sharded.layers[0].base.weight
+            packed = sharded.layers[0][0].base.weight
             assert packed.dtype == storage
-            assert packed._local_tensor.numel() * 2 == whole.layers[0].base.weight.numel()
+            assert packed._local_tensor.numel() * 2 == whole.layers[0][0].base.weight.numel()
 
 
 def with_accelerate(rank: int, directory: str, port: int) -> None:
@@ -61,7 +61,7 @@ def with_accelerate(rank: int, directory: str, port: int) -> None:
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["FromFunction"],  # the layers
+            transformer_cls_names_to_wrap=["Sequential"],  # the layers
             cpu_ram_efficient_loading=False,
         )
         for storage in STORAGES:
@@ -75,7 +75,7 @@ def with_accelerate(rank: int, directory: str, port: int) -> None:
                 profile = sacplan.profile(model, batch, mean_square, optimizer_of, "cpu", ranks=ranks)
             held = scales_bytes(model)
             sharded = fsdp2_prepare_model(accelerator, model)
-            whole = not hasattr(sharded.layers[0].base.weight, "full_tensor")
+            whole = not hasattr(sharded.layers[0][0].base.weight, "full_tensor")
             assert whole == (storage == torch.uint8)
             with patient_collectives():
                 measured = RankMemory(sharded, batch, mean_square).peak_bytes(held)
