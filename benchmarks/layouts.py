@@ -62,7 +62,7 @@ RUNS: dict[str, tuple[str, int, int]] = {
 
 FORMER = ROOT / "benchmarks" / "data" / "own_runtime.csv"
 
-HEADS = "mesh | spread as | peak, no plan | with a plan | step | of it recomputed | of it waiting | tokens/s"
+HEADS = "mesh | spread as | peak, no plan | with a plan | step | of it recomputed | of it waiting"
 
 
 def profiled(shape: str, sequences: int) -> sacplan.Profile:
@@ -117,16 +117,16 @@ def mesh_text(row: Row) -> str:
     return " x ".join(f"{name} {n}" for name, n in row["mesh"].items()) or "one GPU"
 
 
-def cells_of(row: Row, length: int) -> list[str]:
+def cells_of(row: Row) -> list[str]:
     """Write the cells of a row that fits."""
     peaks = [f"{row[key] / GIB:.1f} GiB" for key in ("unplanned_peak_bytes", "peak_bytes")]
     times = [f"{row[key]:,.0f} ms" for key in ("step_ms", "recompute_ms", "collective_ms")]
-    return [mesh_text(row), row["name"], *peaks, *times, f"{row['samples_per_s'] * length:,.0f}"]
+    return [mesh_text(row), row["name"], *peaks, *times]
 
 
 def table(run: Row) -> str:
     """Write a run as a table in Markdown, the fastest first, and the smallest peaks of the ways that do not fit."""
-    fits = [cells_of(row, run["length"]) for row in run["rows"] if row["fits"]]
+    fits = [cells_of(row) for row in run["rows"] if row["fits"]]
     others = [
         f"{mesh_text(row)} as {row['name']}, {row['peak_bytes'] / GIB:.1f} GiB"
         for row in run["rows"]
