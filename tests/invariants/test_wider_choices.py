@@ -33,14 +33,14 @@ def _convolutions(channels: int) -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], Case]] = {
+    "convolutions": lambda: Case(
+        nn.Sequential(*(_convolutions(32) for _ in range(6))), torch.randn(16, 32, 64, 64), mean_square
+    ),
     # Rotor recomputes less for the smallest peak than copies would take.
     "feed-forward": lambda: Case(
         nn.Sequential(*(FeedForward(128) for _ in range(4))), torch.randn(4096, 128), mean_square
     ),
     "language model": lambda: Case(LM(layers=2, dim=64, vocab=1000), tokens(8, 128, 1000), cross_entropy),
-    "convolutions": lambda: Case(
-        nn.Sequential(*(_convolutions(32) for _ in range(6))), torch.randn(16, 32, 64, 64), mean_square
-    ),
     "inverted": lambda: Case(
         nn.Sequential(*(Inverted(16) for _ in range(3))), torch.randn(16, 16, 32, 32), mean_square
     ),

@@ -17,10 +17,10 @@ from tests.support.slow import slow_after
 from tests.support.steps import mean_square
 
 CASES = {
+    "ten blocks": (10, 512, 3e9),
     "few tokens": (6, 256, 8e9),
     "many tokens": (6, 1024, 8e9),
     "a slow link": (6, 256, 3e9),
-    "ten blocks": (10, 512, 3e9),
 }
 
 
