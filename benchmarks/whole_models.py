@@ -79,6 +79,9 @@ MODELS = {
     "Llama-3-70B on h100": Whole("meta-llama/Meta-Llama-3-70B", 1, 8192, "h100", "1024GiB"),
     "Llama-3-70B on 24GB": Whole("meta-llama/Meta-Llama-3-70B", 1, 8192, "24GB", "1024GiB"),
     "Qwen2.5-7B on h100": Whole("Qwen/Qwen2.5-7B", 1, 8192, "h100", "256GiB"),
+    "Qwen2.5-7B, 158 x 1,024 on h100": Whole(
+        "Qwen/Qwen2.5-7B", 158, 1024, "h100", "512GiB", published=272e12 / (6 * 7_615_616_512)
+    ),
     "GPT-2 10B, 10 x 1,024 on v100": Whole(
         GPT2_10B, 10, 1024, "v100-32gb", "512GiB", "float16", published=0.3868 * 1024
     ),
