@@ -53,7 +53,7 @@ class CallSite(NamedTuple):
         op: name with the overload, ``"aten.mm.default"``.
         occurrence: its position among the ops of that name in the same place, from 0.
         place: ``"attn"`` within the call of that module, ``"after attn"`` once it has returned to its caller,
-            ``"attn (2)"`` in its second call; ``""`` before the first. See ``places.py``.
+            ``"attn (2)"`` in its second call; ``""`` before the first. See ``call_sites.py``.
     """
 
     op: Name

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from sacplan.core.call_sites import CallSites, OpSequence, described
 from sacplan.core.elements import (
     ROOT_SCOPE,
     CallSite,
@@ -33,7 +34,6 @@ from sacplan.core.elements import (
     is_inside,
 )
 from sacplan.core.liveness import Footprint, Liveness, footprint_of
-from sacplan.core.places import CallSites, OpSequence, described
 from sacplan.core.recording import Recording
 from sacplan.torch_compat.ops import is_computation
 from sacplan.torch_compat.triton_kernels import TRITON_KERNEL_NAME

@@ -24,7 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from sacplan.core.budget import format_bytes
-from sacplan.core.places import StepDifference
+from sacplan.core.call_sites import StepDifference
 from sacplan.core.setup import Setup, optimizer_name, warn_of
 from sacplan.device.devices import resolve_device
 from sacplan.errors import DeviceError, PlanError, SacplanWarning

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from sacplan.core.call_sites import OpSequence
 from sacplan.core.decisions import Decision, Discarded, Recompute, discarded_by
 from sacplan.core.liveness import Footprint
 from sacplan.core.optimizer_ops import why_not_again
-from sacplan.core.places import OpSequence
 from sacplan.core.program import Program
 from sacplan.distributed.ranks.unit_limits import why_no_units
 from sacplan.planning.bound import bound_of

@@ -18,10 +18,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sacplan.core.call_sites import OpSequence
 from sacplan.core.decisions import Chunk
 from sacplan.core.elements import pattern_of
 from sacplan.core.names import braced, folded_names, one_name, short_op
-from sacplan.core.places import OpSequence
 from sacplan.core.program import CallSite
 from sacplan.planning.value import PlanValue, UnitPlan
 

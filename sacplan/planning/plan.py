@@ -60,7 +60,7 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
         decisions: The decisions, in execution order of their units.
         units: Fully qualified name of a module to what the plan does there, in execution order. Units do not nest.
         fingerprint: The model and batch that the plan is for.
-        sequences: The ops that the recorded step runs in the calls of the units (see ``places.py``).
+        sequences: The ops that the recorded step runs in the calls of the units (see ``call_sites.py``).
 
     Raises:
         PlanError: Units nest; two decisions are about one call site; or a decision is about a unit that is not listed,

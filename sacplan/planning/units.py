@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from sacplan.core.call_sites import OpSequence
 from sacplan.core.decisions import Discarded
-from sacplan.core.places import OpSequence
 from sacplan.core.program import CallSite, Program
 from sacplan.planning.layers import LayerReading, kept_layers
 from sacplan.planning.value import UnitPlan

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Struct
 
+from sacplan.core.call_sites import OpSequence, ops_of
 from sacplan.core.decisions import (
     Chunk,
     Decision,
@@ -28,7 +29,6 @@ from sacplan.core.elements import is_inside
 from sacplan.core.files import Count, Milliseconds, Name, Positive, Share
 from sacplan.core.fingerprint import Fingerprint
 from sacplan.core.names import folded_names
-from sacplan.core.places import OpSequence, ops_of
 from sacplan.core.program import CallSite
 from sacplan.device.device_memory import DeviceMemory
 from sacplan.distributed.ranks.ranks import ONE_RANK, Ranks

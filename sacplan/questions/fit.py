@@ -45,9 +45,9 @@ from sacplan.planning.limits import OF_DEVICE, Limit, limit_of_device
 from sacplan.profiling.optimizer_names import COMPARED_ON_HOST, named_optimizer
 from sacplan.profiling.optimizers import with_optimizer
 from sacplan.profiling.remarks import runs_in_4_bits, types_of_shards
-from sacplan.questions.asked import Asked
 from sacplan.questions.batch_sizes import Recordings, batches_of
 from sacplan.questions.cases import Case, SizeAxis
+from sacplan.questions.fit_question import Asked
 from sacplan.questions.on_ranks import RankRows, read_devices
 from sacplan.questions.verdict import FitRow, Verdict, cheapest_of, is_same_training, recommended
 from sacplan.questions.ways import AS_IT_IS, Way, host_ways, long_ways, quick_ways

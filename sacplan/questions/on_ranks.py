@@ -28,8 +28,8 @@ from sacplan.planning.meshes import names_on, resolve_mesh, way
 from sacplan.profiling.optimizer_names import BY_NAME
 from sacplan.profiling.optimizers import is_replaceable, recorded_on, state_bytes, with_other_optimizer
 from sacplan.profiling.profile import Profile
-from sacplan.questions.asked import Asked
 from sacplan.questions.cases import Case
+from sacplan.questions.fit_question import Asked
 from sacplan.questions.verdict import FitRow, cheapest_of, is_same_training
 from sacplan.questions.ways import AS_IT_IS, PLAN
 

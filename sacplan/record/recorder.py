@@ -36,7 +36,7 @@ from sacplan.device.host_step import rank_step_ms
 from sacplan.device.op_kernels import Call
 from sacplan.device.workspace import formula_bytes, workspace_bytes
 from sacplan.record.autograd_nodes import AutogradNodes, KeptNumbers
-from sacplan.record.calls import arguments_of, plain_tensors
+from sacplan.record.call_arguments import arguments_of, plain_tensors
 from sacplan.record.executor_notes import noted
 from sacplan.record.fake_data import DataRules
 from sacplan.record.filled import only_filled

@@ -16,7 +16,7 @@ import torch
 
 from sacplan.core.program import Event, Phase, StorageKind
 from sacplan.device.devices import DeviceSpec
-from sacplan.record.calls import plain_tensors
+from sacplan.record.call_arguments import plain_tensors
 from sacplan.torch_compat.fake_tensors import FakeTensor
 from sacplan.torch_compat.host_memory import is_for_host
 from sacplan.torch_compat.local_tensors import local_part

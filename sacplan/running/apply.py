@@ -12,8 +12,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from sacplan.core.arguments import checked, opened
+from sacplan.core.call_sites import StepDifference
 from sacplan.core.names import folded_names
-from sacplan.core.places import StepDifference
 from sacplan.core.setup import Setup, warn_of
 from sacplan.errors import PlanError, PlanMismatch
 from sacplan.planning.plan import Plan, PlanOrPath

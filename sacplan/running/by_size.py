@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from sacplan.core.places import StepDifference
+from sacplan.core.call_sites import StepDifference
 from sacplan.errors import PlanError
 from sacplan.running.watch import InputWatch
 from sacplan.techniques.base.technique import Installed

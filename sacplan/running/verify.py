@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from sacplan.core.arguments import checked, opened
 from sacplan.core.budget import format_bytes
-from sacplan.core.places import StepDifference
+from sacplan.core.call_sites import StepDifference
 from sacplan.core.program import Program
 from sacplan.core.sections import Section
 from sacplan.core.setup import SetupDifference, current_autocast, warn_of

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sacplan.core.call_sites import OpSequence
 from sacplan.core.decisions import Decision
 from sacplan.core.derived import derived
-from sacplan.core.places import OpSequence
 from sacplan.core.program import Program
 from sacplan.device.devices import DeviceSpec
 from sacplan.errors import PlanError

@@ -19,7 +19,7 @@ from torch import nn
 
 import sacplan
 from sacplan.core.budget import format_bytes
-from sacplan.core.places import ops_of
+from sacplan.core.call_sites import ops_of
 from sacplan.core.program import ROOT_SCOPE, Phase
 from sacplan.report.modules import KeptAndDiscarded, module_rows
 from sacplan.report.timeline import timeline_of

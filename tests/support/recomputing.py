@@ -13,8 +13,8 @@ from hypothesis import Phase as Stage
 from torch import nn
 
 import sacplan
+from sacplan.core.call_sites import ops_of
 from sacplan.core.decisions import as_decisions
-from sacplan.core.places import ops_of
 from sacplan.core.program import CallSite, Phase
 from sacplan.planning.make import provenance_of
 from sacplan.planning.plan import Plan

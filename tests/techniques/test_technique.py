@@ -18,9 +18,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sacplan
+from sacplan.core.call_sites import CallSites
 from sacplan.core.decisions import Decision, SiteDecision
 from sacplan.core.derived import derived
-from sacplan.core.places import CallSites
 from sacplan.core.program import CallSite, Event, Op, Patch, Phase, Program, StorageKind
 from sacplan.core.rewriting import PatchBuilder
 from sacplan.planning.context import planning_context

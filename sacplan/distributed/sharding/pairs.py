@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sacplan.core.calls import Opaque, call_with, dtype_of
 from sacplan.core.derived import derived
 from sacplan.core.fingerprint import FingerprintEntry
 from sacplan.core.program import ROOT_SCOPE, Op, Phase, Program, StorageKind, Tensor
+from sacplan.core.replayed_calls import Opaque, call_with, dtype_of
 from sacplan.distributed.sharding.placements import REPLICATED, Placement, cut
 from sacplan.distributed.sharding.strategies import axis_strategies
 from sacplan.errors import TraceError

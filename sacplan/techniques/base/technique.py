@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
+from sacplan.core.call_sites import OpSequence, StepDifference
 from sacplan.core.decisions import Decision
 from sacplan.core.liveness import Footprint
-from sacplan.core.places import OpSequence, StepDifference
 from sacplan.core.program import Patch, Program
 from sacplan.device.devices import DeviceSpec
 from sacplan.techniques.base.offers import Offer

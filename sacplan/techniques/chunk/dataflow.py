@@ -18,11 +18,11 @@ import numpy as np
 import torch
 
 import sacplan.core.factors  # noqa: F401  (registers the rules)
-from sacplan.core.calls import Opaque, call_with, dtype_of
 from sacplan.core.derived import derived
 from sacplan.core.elements import Op
 from sacplan.core.factors.rule import Rule, rule_of
 from sacplan.core.program import Program
+from sacplan.core.replayed_calls import Opaque, call_with, dtype_of
 from sacplan.techniques.chunk.flow import FactorCut, Window, window_of
 from sacplan.torch_compat.ops import is_alias, op_named
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from sacplan.core.calls import Opaque, call_with
 from sacplan.core.program import Op, Phase
+from sacplan.core.replayed_calls import Opaque, call_with
 from sacplan.device.devices import DeviceSpec
 from sacplan.errors import ChunkError
 from sacplan.record.in_place import OUT_OF_PLACE

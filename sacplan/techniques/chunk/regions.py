@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sacplan.core.calls import dtype_of
 from sacplan.core.elements import ROOT_SCOPE
 from sacplan.core.factors.axes import Axis
 from sacplan.core.pins import NO_PINS, Pins
 from sacplan.core.program import Program
+from sacplan.core.replayed_calls import dtype_of
 from sacplan.device.devices import DeviceSpec
 from sacplan.techniques.base.regions import connected
 from sacplan.techniques.chunk.dataflow import Dataflow

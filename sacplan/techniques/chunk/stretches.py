@@ -18,12 +18,12 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from sacplan.core.calls import call_with
 from sacplan.core.decisions import Chunk
 from sacplan.core.derived import derived
 from sacplan.core.elements import CallSite, Event, Phase
 from sacplan.core.liveness import Fold
 from sacplan.core.program import Program
+from sacplan.core.replayed_calls import call_with
 from sacplan.core.rewriting import PatchBuilder
 from sacplan.device.devices import DeviceSpec
 from sacplan.errors import PlanError

@@ -17,8 +17,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sacplan.core.call_sites import OpSequence, StepDifference, op_of, ops_of
 from sacplan.core.elements import CallSite
-from sacplan.core.places import OpSequence, StepDifference, op_of, ops_of
 from sacplan.errors import SacplanWarning
 from sacplan.techniques.runtime.saved import Mark
 

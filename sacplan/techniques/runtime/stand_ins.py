@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from sacplan.core.call_sites import StepDifference
 from sacplan.core.elements import is_inside
-from sacplan.core.places import StepDifference
 from sacplan.errors import PlanError
 from sacplan.techniques.runtime.alignment import Differences, RecordedUnit
 

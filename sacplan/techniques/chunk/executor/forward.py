@@ -16,9 +16,9 @@ import torch
 from torch.jit import is_tracing  # type: ignore[attr-defined]
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from sacplan.core.call_sites import StepDifference
 from sacplan.core.decisions import Chunk
 from sacplan.core.factors.axes import Axis
-from sacplan.core.places import StepDifference
 from sacplan.errors import ChunkError
 from sacplan.techniques.chunk.executor.entry import enter, leave
 from sacplan.techniques.chunk.executor.lazy import Lazy

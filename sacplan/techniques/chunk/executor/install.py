@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from sacplan.core.call_sites import OpSequence
 from sacplan.core.decisions import Chunk
-from sacplan.core.places import OpSequence
 from sacplan.errors import PlanError
 from sacplan.techniques.chunk.executor.forward import ChunkedForward
 from sacplan.techniques.chunk.executor.lazy import import_meta_kernels

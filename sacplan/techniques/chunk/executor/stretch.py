@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
+from sacplan.core.call_sites import CallSites, StepDifference, described
 from sacplan.core.decisions import Chunk
 from sacplan.core.elements import CallSite
-from sacplan.core.places import CallSites, StepDifference, described
 from sacplan.device.kernels import kernel_layouts
 from sacplan.techniques.chunk.executor.collected import Stretch, StretchTensor, computed
 from sacplan.techniques.runtime.alignment import Alignment, Differences, RecordedUnit

@@ -7,9 +7,9 @@ from types import MappingProxyType
 
 import torch
 
+from sacplan.core.call_sites import OpSequence
 from sacplan.core.decisions import Discarded
 from sacplan.core.elements import CallSite
-from sacplan.core.places import OpSequence
 from sacplan.core.setup import compiled_inside
 from sacplan.errors import PlanError
 from sacplan.techniques.recompute.executor.recipes import PlannedForward

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from sacplan.core.call_sites import Call, CallSites, StepDifference, described
 from sacplan.core.elements import CallSite
-from sacplan.core.places import Call, CallSites, StepDifference, described
 from sacplan.techniques.recompute.executor.schedule import NOTE_WRITE, Action, Known, ScheduledOp
 from sacplan.techniques.runtime.alignment import Alignment, RecordedUnit
 from sacplan.torch_compat.autograd import in_backward

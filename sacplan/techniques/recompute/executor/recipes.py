@@ -47,7 +47,7 @@ _PRIVATE = ("autograd", "compiling", "fake_kernels", "fake_tensors", "kernel_set
 keep_dynamo_out("sacplan.techniques.recompute.executor", *_EXECUTOR)
 keep_dynamo_out("sacplan.techniques.runtime", "alignment", "recording", "saved", "tensors")
 keep_dynamo_out("sacplan.torch_compat", *_PRIVATE)
-keep_dynamo_out("sacplan.core", "places")
+keep_dynamo_out("sacplan.core", "call_sites")
 
 
 class PlannedForward(RecordedStandIn):

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from sacplan.core.call_sites import StepDifference
 from sacplan.core.elements import CallSite
-from sacplan.core.places import StepDifference
 from sacplan.errors import RecipeError
-from sacplan.record.calls import plain_tensors
+from sacplan.record.call_arguments import plain_tensors
 from sacplan.record.executor_notes import noted
 from sacplan.techniques.recompute.executor.draws import draw_of
 from sacplan.techniques.recompute.executor.handles import (

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+from sacplan.core.call_sites import Call, StepDifference
 from sacplan.core.elements import CallSite
-from sacplan.core.places import Call, StepDifference
 from sacplan.techniques.runtime.saved import Mark
 from sacplan.techniques.runtime.tensors import TAKES_A_NUMBER
 from sacplan.torch_compat.ops import OpTraits
