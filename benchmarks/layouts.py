@@ -132,8 +132,10 @@ def table(run: Row) -> str:
         for row in run["rows"]
         if not row["fits"]
     ]
-    parts = [markdown_table(HEADS, fits)] * bool(fits)
-    return "\n\n".join([*parts, *[fill(f"Too large: {'; '.join(others)}.", 120)] * bool(others)])
+    parts = [markdown_table(HEADS, fits)] if fits else []
+    if others:
+        parts.append(fill(f"Too large: {'; '.join(others)}.", 120))
+    return "\n\n".join(parts)
 
 
 def markdown(runs: Sequence[Row], shape: str = "8b") -> str:

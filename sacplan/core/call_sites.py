@@ -88,7 +88,7 @@ class CallSites:
         """
         keys = tuple(around)
         # Keys tell a new call of the same module from the one before, so calls get their numbers here: those that are
-        # common with the last op keep theirs, the others are new.
+        # common with the last op keep theirs, the others are new. Keys of calls that are over may be forgotten already.
         if keys != self._keys or len(keys) < len(self.calls):
             common = _n_common(keys, self._keys)
             new = tuple((name, self._seen[name]) for _, name in keys[common:])

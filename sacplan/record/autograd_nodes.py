@@ -60,10 +60,11 @@ class KeptNumbers:
 
     def keep(self, func: Any, args: Any, outputs: Sequence[torch.Tensor]) -> None:
         """Enter the number that an op of the forward pass has autograd keep, if it does."""
-        kept = func is self._awaited or keeps_a_number(func, args)
-        self._awaited = None
-        if not self._nbytes or not kept:
+        if not self._nbytes:
             return  # on a GPU these tensors lie on the host
+        awaited, self._awaited = self._awaited, None
+        if func is not awaited and not keeps_a_number(func, args):
+            return
         # A write to a view is a node inside of another, ``CopySlices``, which is made next, and which the engine runs.
         next_node = autograd_sequence_number() + (func in _IN_PLACE and args[0]._is_view())
         nbytes = self._nbytes << isinstance(args[1], complex)  # a complex number has two parts

@@ -121,7 +121,18 @@ def test_modules_with_shared_parameters_have_no_kind() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["ColwiseParallel", "print()", "ColwiseParallel(f())", "ColwiseParallel(open('x'))", "(", "1", "a.b()"],
+    [
+        "ColwiseParallel",
+        "print()",
+        "ColwiseParallel(f())",
+        "ColwiseParallel(open('x'))",
+        "(",
+        "1",
+        "a.b()",
+        "ColwiseParallel('x')",
+        "ColwiseParallel(Shard)",
+        "ColwiseParallel(ColwiseParallel())",
+    ],
 )
 def test_styles_in_files_are_styles(text: str) -> None:
     with pytest.raises(PlanError, match="the style of 'up' is"):

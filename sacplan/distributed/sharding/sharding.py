@@ -148,16 +148,19 @@ def _parsed(text: str, pattern: str) -> ast.Expression:
         found = ast.parse(text, mode="eval")
     except SyntaxError:
         found = ast.Expression(ast.Constant(None))
-    nodes = list(ast.walk(found))
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    is_style = isinstance(found.body, ast.Call) and ast.unparse(found.body.func) in known
-    if not is_style or not names <= {*known, *_PLACEMENTS} or not all(isinstance(n, _SYNTAX) for n in nodes):
+    if not isinstance(found.body, ast.Call) or not _is_made_of(found.body, known):
         raise PlanError(f"the style of {pattern!r} is {text!r}; it is a call of one of {', '.join(known)}.")
     return found
 
 
-# Names are known ones, so that nothing else can be called.
-_SYNTAX = (ast.Expression, ast.Call, ast.keyword, ast.Name, ast.Load, ast.Constant, ast.UnaryOp, ast.USub)
+def _is_made_of(node: ast.expr, names: Sequence[str]) -> bool:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names:
+        return all(
+            _is_made_of(value, _PLACEMENTS) for value in (*node.args, *(k.value for k in node.keywords))
+        )
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        node = node.operand
+    return isinstance(node, ast.Constant) and isinstance(node.value, int)
 
 
 def _made(style: ast.Expression) -> Any:
