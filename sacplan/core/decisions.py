@@ -26,7 +26,23 @@ class Site(NamedTuple):
 
 
 class AnyDecision(Struct, frozen=True, forbid_unknown_fields=True, tag_field="technique"):
-    """Base of decisions; the tag of each is the name of its technique."""
+    """Base of decisions; the tag of each is the name of its technique.
+
+    Attributes:
+        unit: fqn of a module, ``""`` for the model itself.
+    """
+
+    unit: str
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The modules that have to be units, or whose forward it replaces."""
+        return (self.unit,)
+
+    @property
+    def sites(self) -> tuple[CallSite, ...]:
+        """The call sites in the unit that it is about: none."""
+        return ()
 
 
 class SiteDecision(AnyDecision, frozen=True):
@@ -36,15 +52,9 @@ class SiteDecision(AnyDecision, frozen=True):
         unit, op, occurrence, place: the call site, see ``Site``.
     """
 
-    unit: str
     op: Name
     occurrence: Count
     place: str = ""
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        """The modules whose forward it replaces."""
-        return (self.unit,)
 
     @property
     def site(self) -> Site:
@@ -80,19 +90,8 @@ class Partition(AnyDecision, frozen=True, tag="partition"):
         saved: names of the nodes that are saved.
     """
 
-    unit: str
     graph: Name
     saved: tuple[Name, ...]
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        """The module that is compiled."""
-        return (self.unit,)
-
-    @property
-    def sites(self) -> tuple[CallSite, ...]:
-        """The call sites that it is about: none."""
-        return ()
 
 
 Accumulate: TypeAlias = Literal["parameter", "float32"]
@@ -122,7 +121,6 @@ class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
             times at 8, 4 to 6 times at 64 (bfloat16).
     """
 
-    unit: str
     span: Literal["stretch", "module", "backward", "rest"]
     slices: Positive
     dim: Count
@@ -131,11 +129,6 @@ class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
     sites: tuple[CallSite, ...] = ()
     exits: tuple[tuple[Count, Count], ...] = ()
     accumulate: Accumulate = "float32"
-
-    @property
-    def units(self) -> tuple[str, ...]:
-        """The modules whose forward it replaces."""
-        return (self.unit,)
 
 
 class SeenTensor(NamedTuple):
@@ -199,7 +192,6 @@ class OffloadWeight(AnyDecision, frozen=True, kw_only=True, tag="offload-weight"
         trained: whether it may be trained, by an optimizer that updates it on the host and keeps its gradient there.
     """
 
-    unit: str
     parameter: Name
     module: str
     begin: str
@@ -211,11 +203,6 @@ class OffloadWeight(AnyDecision, frozen=True, kw_only=True, tag="offload-weight"
     def units(self) -> tuple[str, ...]:
         """The modules that have to be units: the copy back may wait for what is seen in another one."""
         return tuple(dict.fromkeys((self.unit, *([] if self.fetch is None else [self.fetch.unit]))))
-
-    @property
-    def sites(self) -> tuple[CallSite, ...]:
-        """The call sites that it is about: none."""
-        return ()
 
 
 # A further one is a class above, and a member here.
