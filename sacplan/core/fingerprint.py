@@ -11,7 +11,7 @@ import torch
 from msgspec import Struct, structs
 
 from sacplan.core.files import Count, Name
-from sacplan.core.model_calls import ModelCall
+from sacplan.core.model_calls import ModelCall, tensor_paths
 from sacplan.core.setup import Setup
 from sacplan.errors import PlanError, PlanMismatch
 from sacplan.torch_compat.compiling import compiled_in_place
@@ -49,7 +49,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     @classmethod
     def of(cls, model: torch.nn.Module, batch: Any) -> Fingerprint:
         """Make the fingerprint of a model and a batch (real, meta or fake)."""
-        batches, model = tuple(_leaves(batch, "batch")), unwrapped(model)
+        batches, model = _tensors(batch), unwrapped(model)
         return cls(type(model).__name__, _parameters(model), batches, local_shapes=local_shapes_of(model))
 
     @property
@@ -120,7 +120,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
     def check_batch(self, batch: Any) -> None:
         """Raise ``PlanMismatch``, which names the first difference, if the batch has another shape."""
-        _compare("batch tensor", self.batch, tuple(_leaves(batch, "batch")), "another batch")
+        _compare("batch tensor", self.batch, _tensors(batch), "another batch")
 
 
 def _parameters(model: torch.nn.Module) -> tuple[FingerprintEntry, ...]:
@@ -145,15 +145,9 @@ def local_shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]] | None
     return found or None
 
 
-def _leaves(value: Any, path: str) -> list[FingerprintEntry]:
-    if isinstance(value, torch.Tensor):
-        return [(path, tuple(value.shape), str(value.dtype))]
-    if isinstance(value, Mapping):
-        return [e for k, v in value.items() for e in _leaves(v, f"{path}[{k!r}]")]
-    if isinstance(value, (tuple, list)):
-        return [e for i, v in enumerate(value) for e in _leaves(v, f"{path}[{i}]")]
-    # Numbers, texts and other objects in a batch are not part of its identity.
-    return []
+def _tensors(batch: Any) -> tuple[FingerprintEntry, ...]:
+    """Return path, shape and type of the tensors of a batch: numbers, texts and others are not part of its identity."""
+    return tuple((path, tuple(t.shape), str(t.dtype)) for path, t in tensor_paths(batch, "batch"))
 
 
 def _compare(

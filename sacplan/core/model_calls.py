@@ -6,7 +6,7 @@ the same in every loop and every trainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -32,25 +32,21 @@ class ModelCall(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=T
 
 def shapes_of(args: Any, kwargs: Mapping[str, Any]) -> Shapes:
     """Return paths and shapes of the tensors in the arguments of a call, without those of single numbers."""
-    found: list[tuple[str, tuple[int, ...]]] = []
-    for i, value in enumerate(args):
-        _add(found, value, f"[{i}]")
-    for name, value in kwargs.items():
-        _add(found, value, f"[{name!r}]")
-    return tuple(found)
+    found = (*tensor_paths(tuple(args)), *tensor_paths(kwargs))
+    # A tensor of no dimension is a number, which is as large in every call.
+    return tuple((path, tuple(tensor.shape)) for path, tensor in found if tensor.dim())
 
 
-def _add(found: list[tuple[str, tuple[int, ...]]], value: Any, path: str) -> None:
+def tensor_paths(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in mappings, tuples and lists, each with its path: ``"['images'][1]"``."""
     if isinstance(value, torch.Tensor):
-        # A tensor of no dimension is a number, which is as large in every call.
-        if value.dim():
-            found.append((path, tuple(value.shape)))
+        yield path, value
     elif isinstance(value, Mapping):
         for key, one in value.items():
-            _add(found, one, f"{path}[{key!r}]")
+            yield from tensor_paths(one, f"{path}[{key!r}]")
     elif isinstance(value, (tuple, list)):
         for i, one in enumerate(value):
-            _add(found, one, f"{path}[{i}]")
+            yield from tensor_paths(one, f"{path}[{i}]")
 
 
 class Larger(NamedTuple):
