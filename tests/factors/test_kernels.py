@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from sacplan.core.factors.axes import FactorAxis, from_factor, take
 from sacplan.core.factors.rule import rule_of
 from sacplan.torch_compat.calls import flat_tensors
-from tests.support.slices import OpCall, assert_slices_make_the_whole, run_slice
+from tests.support.slices import OpCall, assert_slices_make_the_whole, run_slice, sliceable
 
 aten = torch.ops.aten
 B, H, Q, K, D = 2, 3, 5, 7, 8
@@ -155,8 +155,8 @@ def test_shapes_of_slices(call: OpCall) -> None:
     whole = list(flat_tensors(call.func(*call.args)))
     rule = rule_of(call.func, call.args, {}, whole)
     assert rule is not None
-    assert rule.sliceable
-    for factor in rule.sliceable:
+    assert sliceable(rule)
+    for factor in sliceable(rule):
         within = FactorAxis(factor, 1, rule.sizes[factor], 1)
         for part, t, dims in zip(run_slice(call, rule, within, 0, 1), whole, rule.outputs, strict=True):
             axis = from_factor(dims, rule.sizes, within)

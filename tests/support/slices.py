@@ -72,9 +72,6 @@ def run_in_slices(call: OpCall, rule: Rule, within: FactorAxis, cuts: Sequence[i
                 results[i] = _COMBINED[kind](so_far, part)
         start = stop
     assert start == within.size
-    for i in range(len(results)):
-        if rule.kind(within.factor, i) is Kind.WEIGHTED_MEAN:
-            results[i] = results[i] / results[1]
     return results
 
 
@@ -86,7 +83,6 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 _COMBINED = {
     Kind.PASS: _same,
     Kind.SUM: torch.add,
-    Kind.WEIGHTED_MEAN: torch.add,
     Kind.MAX: torch.maximum,
     Kind.MIN: torch.minimum,
 }
@@ -119,9 +115,18 @@ def assert_well_formed(rule: Rule, call: OpCall, outputs: Sequence[torch.Tensor]
         used = [f for factors in dims for f in factors]
         assert len(set(used)) == len(used)
     assert all(len(kinds) == len(rule.sizes) for kinds in rule.kinds)
-    assert set(rule.sliceable) <= {
+    assert set(sliceable(rule)) <= {
         f for dims in rule.inputs + rule.outputs for factors in dims for f in factors
     }
+
+
+def sliceable(rule: Rule) -> tuple[int, ...]:
+    """The factors of which a loop over slices makes all outputs."""
+    return tuple(
+        f
+        for f, size in enumerate(rule.sizes)
+        if size > 1 and all(kinds[f].makes_the_whole for kinds in rule.kinds)
+    )
 
 
 Cut = Callable[[int], tuple[tuple[int, int, int], list[int]]]
@@ -134,14 +139,14 @@ def assert_slices_make_the_whole(call: OpCall, cut: Cut, tolerance: float = 2e-5
     rule = rule_of(call.func, call.args, call.kwargs, whole)
     assert rule is not None
     assert_well_formed(rule, call, whole)
-    for factor in rule.sliceable:
+    for factor in sliceable(rule):
         inside, ends = cut(rule.sizes[factor])
         found = run_in_slices(call, rule, FactorAxis(factor, *inside), ends)
         for a, b in zip(found, whole, strict=True):
             exact = not (b.is_floating_point() or b.is_complex())
             close = 0.0 if exact else max(tolerance, 8 * torch.finfo(b.dtype).eps)
             torch.testing.assert_close(a, b, rtol=close, atol=close, equal_nan=True)
-    return len(rule.sliceable)
+    return len(sliceable(rule))
 
 
 def calls_of_the_database(samples_of_each: int) -> Iterator[OpCall]:

@@ -90,7 +90,7 @@ def put(buffer: torch.Tensor, axis: Axis, start: int, stop: int, x: torch.Tensor
 
 
 def resized_arguments(rule: Rule, args: Sequence[Any], within: FactorAxis, length: int) -> list[Any]:
-    """Return positional arguments for a slice of ``length``, with sizes scaled and arguments replaced as the rule says.
+    """Return positional arguments for a slice of ``length``, with sizes scaled as the rule says.
 
     A size of -1 (what is left, or the same as before) stays.
     """
@@ -110,7 +110,4 @@ def resized_arguments(rule: Rule, args: Sequence[Any], within: FactorAxis, lengt
             sizes = list(found[argument])
             sizes[position] = scaled(sizes[position])
             found[argument] = sizes
-    for argument, value, factors in rule.replaced:
-        if within.factor in factors:
-            found[argument] = value
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sacplan.core.factors.pointwise import broadcast, pointwise
 from sacplan.core.factors.rule import Dims, Kind, Rule, RuleBuilder, register
 
-_NONE, _MEAN, _SUM = 0, 1, 2  # at::Reduction
+_NONE, _MEAN = 0, 1  # at::Reduction
 
 
 def _rows_and_classes(call: RuleBuilder) -> tuple[Dims, Dims, Dims]:
@@ -21,15 +21,13 @@ def _rows_and_classes(call: RuleBuilder) -> tuple[Dims, Dims, Dims]:
 @register("nll_loss_forward", "nll_loss2d_forward")
 def _nll(call: RuleBuilder) -> Rule:
     # Outputs: the loss, and the total weight of the targets, by which a mean divides. Slices have other total weights,
-    # so for a mean each computes its sum (``replace``), and the whole divides once.
+    # so a mean in slices is put together of other ops (``techniques/chunk/executor/losses.py``).
     rows, scores, classes = _rows_and_classes(call)
     reduction = call["reduction"]
     over = [f for factors in rows for f in factors]
     if reduction != _NONE:
         call.becomes(over, Kind.WEIGHTED_MEAN if reduction == _MEAN else Kind.SUM, 0)
         call.becomes(over, Kind.SUM, 1)
-    if reduction == _MEAN:
-        call.replace("reduction", _SUM, tuple(over))
     weight = [] if call["weight"] is None else [classes]
     return call.rule([scores, rows, *weight], [rows if reduction == _NONE else (), ()])
 

@@ -30,7 +30,7 @@ class Kind(enum.Enum):
     MEAN = "mean"
     """The results are added, each times the length of its slice over that of the whole."""
     WEIGHTED_MEAN = "weighted_mean"
-    """Slices compute sums (see ``Rule.replaced``); these are added, and divided by the second output of the whole."""
+    """The sums of slices are added, and divided by the second output of the whole."""
     BLOCK = "block"
     """A slice of the inputs does not determine any part of the output."""
 
@@ -61,14 +61,6 @@ class Resized(NamedTuple):
     factors: Factors
 
 
-class Replaced(NamedTuple):
-    """An argument that has another value where one of ``factors`` is sliced."""
-
-    argument: int
-    value: Any
-    factors: Factors
-
-
 @dataclass(frozen=True, slots=True)
 class Rule:
     """The factors of one call of an op.
@@ -79,7 +71,6 @@ class Rule:
         sizes: the size of each factor.
         kinds: the kind of each factor in each output; ``kinds[output][factor]``.
         resized: integer arguments that are sizes, and change with the slice.
-        replaced: arguments that have another value when the op runs on a slice.
     """
 
     inputs: tuple[Dims, ...]
@@ -87,20 +78,10 @@ class Rule:
     sizes: tuple[int, ...]
     kinds: tuple[tuple[Kind, ...], ...]
     resized: tuple[Resized, ...] = ()
-    replaced: tuple[Replaced, ...] = ()
 
     def kind(self, factor: int, output: int = 0) -> Kind:
         """Return the kind of a factor in an output."""
         return self.kinds[output][factor]
-
-    def may_slice(self, factor: int) -> bool:
-        """Whether slices of a factor determine all outputs."""
-        return all(kinds[factor] is not Kind.BLOCK for kinds in self.kinds)
-
-    @property
-    def sliceable(self) -> tuple[int, ...]:
-        """The factors that may be sliced."""
-        return tuple(f for f, size in enumerate(self.sizes) if size > 1 and self.may_slice(f))
 
 
 class RuleBuilder(Call):
@@ -112,7 +93,6 @@ class RuleBuilder(Call):
         self._kinds: list[Kind] = []
         self._by_output: dict[tuple[int, int], Kind] = {}
         self._resized: list[Resized] = []
-        self._replaced: list[Replaced] = []
 
     def factor(self, size: int, kind: Kind = Kind.PASS) -> Factors:
         """Make a factor, as the only one of a dimension; none for size 1."""
@@ -149,20 +129,12 @@ class RuleBuilder(Call):
     def resize(self, argument: str, position: int | None, factors: Factors) -> None:
         """Say that an integer argument, or one of a list, is the size of these factors."""
         if factors:
-            self._resized.append(Resized(self._position(argument), position, factors))
+            self._resized.append(Resized(list(self.arguments).index(argument), position, factors))
 
     def resize_all(self, argument: str, dims: Dims) -> None:
         """Say that an argument lists the sizes of these dimensions."""
         for i, factors in enumerate(dims):
             self.resize(argument, i, factors)
-
-    def replace(self, argument: str, value: Any, factors: Factors) -> None:
-        """Say that an argument has another value in slices of these factors."""
-        if factors:
-            self._replaced.append(Replaced(self._position(argument), value, factors))
-
-    def _position(self, argument: str) -> int:
-        return list(self.arguments).index(argument)
 
     def rule(self, inputs: Sequence[Dims], outputs: Sequence[Dims]) -> Rule:
         """Return the rule with these factors of tensor arguments and outputs."""
@@ -173,14 +145,7 @@ class RuleBuilder(Call):
                 tuple(self._by_output.get((output, f), kind) for f, kind in enumerate(self._kinds))
                 for output in range(len(outputs))
             )
-        return Rule(
-            tuple(inputs),
-            tuple(outputs),
-            tuple(self._sizes),
-            kinds,
-            tuple(self._resized),
-            tuple(self._replaced),
-        )
+        return Rule(tuple(inputs), tuple(outputs), tuple(self._sizes), kinds, tuple(self._resized))
 
 
 Formula = Callable[[RuleBuilder], Rule | None]
