@@ -31,7 +31,6 @@ _VERTICES, _FEWEST = 24, 4  # of a region's hull, at most, and where there are v
 # An option takes time in proportion to the ops of its region, so these keep planning linear in the size of the step.
 _EFFORT = 6000  # ops that all options of one kind of region may have together, beyond the hull
 _COLUMNS = 1500  # options of all regions together, about, beyond the hull
-_BETWEEN = 8  # options between two vertices of a region's hull, at most
 _DISTINCT = 6000  # ops of one region of each kind together, from which on each has fewer options
 
 
@@ -267,12 +266,10 @@ class _Effort:
 
     Attributes:
         vertices: of its hull, at most.
-        between: between two of these, at most.
         more: that differ from these in one tensor, about.
     """
 
     vertices: int
-    between: int
     more: int
 
     @staticmethod
@@ -284,7 +281,7 @@ class _Effort:
         n_ops = sum(len(problem.ops) for problem in distinct)
         share = math.sqrt(min(1.0, _DISTINCT / max(1, n_ops)))
         vertices = max(_FEWEST, round(share * _VERTICES))
-        return _Effort(vertices, round(share * _BETWEEN), _COLUMNS // max(1, n_regions))
+        return _Effort(vertices, _COLUMNS // max(1, n_regions))
 
 
 def _options(
@@ -293,9 +290,9 @@ def _options(
     """Return a region's options: the hull and points near it, and others that differ from these in one tensor."""
     if not problem.saved:
         return (Option(0.0, 0, (), "recompute"),)
-    points = list(closure.tradeoff(problem, effort.vertices, effort.between))
+    points = list(closure.tradeoff(problem, effort.vertices))
     if late is not None:
-        found = closure.tradeoff(late, effort.vertices, effort.between)
+        found = closure.tradeoff(late, effort.vertices)
         # The sets come from the problem in which early storages are free, but they are charged as they are.
         points += [closure.evaluate(problem, point.discarded) for point in found]
     distinct = tuple({point.discarded: point for point in points}.values())
