@@ -28,7 +28,7 @@ from itertools import accumulate
 import numpy as np
 
 from sacplan.core.derived import derived
-from sacplan.core.program import ROOT_SCOPE, Program, StorageKind
+from sacplan.core.program import Program, StorageKind
 from sacplan.errors import PlanError
 
 
@@ -81,7 +81,7 @@ def find_cuts(program: Program) -> ForwardCuts:
                 boundary.append(storage)
                 starts.append(p)
     if not boundary:
-        raise PlanError(_no_cut(program, forward, program.ops_in(calls[0]), lives, crossing, blocked))
+        raise PlanError(_no_cut(program, forward, program.ops_in(calls[0]), crossing, blocked))
     saved = frozenset(liveness.packed_at(liveness.end_of_forward - 1))
     ops = [tuple(forward[a:b]) for a, b in zip(starts, (*starts[1:], len(forward)), strict=True)]
     ops, boundary = _without_bare_cuts(program, ops, boundary, saved)
@@ -221,40 +221,18 @@ class _Lives:
             add(which, p, read, s)
         return list(accumulate(crossing)), list(accumulate(which)), list(accumulate(blocked))
 
-    def across(self, p: int) -> list[int]:
-        """Return the storages (first versions) that cross a position or forbid a cut there."""
-        return [
-            s
-            for s, made in self.made.items()
-            if made < p <= max(self.written[s], self.read.get(s, made) if s in self.learned else made)
-        ]
-
 
 def _no_cut(
-    program: Program,
-    forward: Sequence[int],
-    inside: range,
-    lives: _Lives,
-    crossing: Sequence[int],
-    blocked: Sequence[int],
+    program: Program, forward: Sequence[int], inside: range, crossing: Sequence[int], blocked: Sequence[int]
 ) -> str:
     message = (
         "stages: the model's forward is one stage: at no position between two of its ops is there a single tensor "
         "that everything after it depends on."
     )
-    positions = [
-        p
-        for p in range(1, len(forward))
-        if forward[p - 1] in inside and forward[p] in inside and crossing[p] > 0
-    ]
+    within = [p for p in range(1, len(forward)) if forward[p - 1] in inside and forward[p] in inside]
+    positions = [p for p in within if crossing[p] > 0]
     if positions:
         # The nearest to a cut, and of equals the one in the middle.
         p = min(positions, key=lambda p: (crossing[p] + blocked[p], abs(2 * p - len(forward))))
-        names = []
-        for s in lives.across(p)[:3]:
-            op = program.ops[forward[lives.made[s]]]
-            where = program.scopes[op.scope].fqn if op.scope != ROOT_SCOPE else ""
-            names.append(f"{op.name} in {repr(where) if where else 'the model itself'}")
-        message += f" The fewest cross before {program.ops[forward[p]].name} (op {forward[p]}): made by "
-        message += ", ".join(names) + "."
+        message += f" The fewest cross before {program.ops[forward[p]].name} (op {forward[p]})."
     return message + " Plan with another solver, which needs no chain: sacplan.plan(profile, budget)."
