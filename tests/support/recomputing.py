@@ -19,7 +19,7 @@ from sacplan.core.program import CallSite, Phase
 from sacplan.planning.make import provenance_of
 from sacplan.planning.plan import Plan
 from sacplan.planning.units import unit_plans
-from sacplan.techniques.recompute.in_place_groups import without_missing_versions
+from sacplan.techniques.recompute.in_place_groups import reading_lost_versions
 from sacplan.techniques.recompute.rewrite import recomputed
 from tests.support.plans import Sites, times_of
 from tests.zoo.units import batch
@@ -70,7 +70,10 @@ def random_plan(profile: sacplan.Profile, seed: int, *, fitting: bool) -> Plan:
         if fqn == "":
             break
     if fitting:
-        units = {f: list(s) for f, s in without_missing_versions(profile.program, units).items()}
+        units = {
+            f: [site for site in s if site not in reading_lost_versions(profile.program, f, s)]
+            for f, s in units.items()
+        }
     return plan_of(
         profile, {f: {site: rng.choice([1, 1, 1, 2, 3]) for site in s} for f, s in units.items() if s}
     )

@@ -20,7 +20,7 @@ from sacplan.solvers.rotor.cuts import find_cuts
 from sacplan.solvers.rotor.rotor import RotorResult, rotor
 from sacplan.solvers.rotor.stages import Stages, drops_of, stages_of
 from sacplan.techniques.base.step import PlanStep
-from sacplan.techniques.recompute.in_place_groups import without_missing_versions
+from sacplan.techniques.recompute.in_place_groups import reading_lost_versions
 from sacplan.techniques.recompute.rewrite import recomputed
 
 _ROUNDS = 8  # of asking Rotor again
@@ -174,6 +174,7 @@ def _planned(program: Program, stages: Stages, result: RotorResult, kept: frozen
         for op, site in program.sites(scope).items()
         if op in drops and op not in kept and program.ops[op].recomputable
     }
-    sound = without_missing_versions(program, {stages.unit: tuple(sites)})
-    decisions = {unit: {site: sites[site] for site in found} for unit, found in sound.items() if found}
+    for site in reading_lost_versions(program, stages.unit, sites):
+        del sites[site]
+    decisions = {stages.unit: sites} if sites else {}
     return PlannedSequence(result, decisions, recomputed(program, decisions).footprint)

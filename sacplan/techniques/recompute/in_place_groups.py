@@ -9,7 +9,7 @@ Groups are the connected components of these ties.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from sacplan.core.program import CallSite, Program
 from sacplan.techniques.base.regions import connected
@@ -51,27 +51,25 @@ def discardable(program: Program, group: Group) -> bool:
     )
 
 
-def without_missing_versions(
-    program: Program, decisions: Mapping[str, Collection[CallSite]]
-) -> dict[str, tuple[CallSite, ...]]:
-    """Leave out the call sites that read an overwritten version which is not made again in the same unit.
+def reading_lost_versions(program: Program, unit: str, sites: Collection[CallSite]) -> dict[CallSite, bool]:
+    """Return the call sites that read an overwritten version which is not made again in the same call.
+
+    True: only the version that the op itself overwrites, so that the executor and the rewrite keep both.
 
     Decisions that were not made by groups (Rotor's, a user's policy) may have such sites. To leave one out may make
     another invalid, but only a later one: makers come before their readers, so one pass suffices.
     """
-    found = {}
-    for unit, sites in decisions.items():
-        wanted = set(sites)
-        # Calls are looked at one by one, but a site that fails in one call is left out in all: a decision names
-        # sites.
-        for scope in program.calls.get(unit, ()) if program.overwritten else ():
-            made: set[int] = set()  # ops that run again; makers come before readers
-            for op, site in program.sites(scope).items():
-                if site in wanted:
-                    makers = (program.overwritten.get(s) for s in program.ops[op].reads)
-                    if all(maker is None or maker in made for maker in makers):
-                        made.add(op)
-                    else:
-                        wanted.discard(site)
-        found[unit] = tuple(site for site in sites if site in wanted)
+    found: dict[CallSite, bool] = {}
+    # Calls are looked at one by one, but a site that fails in one call is left out in all: a decision names sites.
+    for scope in program.calls.get(unit, ()) if program.overwritten else ():
+        made: set[int] = set()  # ops that run again; makers come before readers
+        for op, site in program.sites(scope).items():
+            if site not in sites or site in found:
+                continue
+            makers = {s: program.overwritten.get(s) for s in program.ops[op].reads}
+            lost = [s for s, maker in makers.items() if maker is not None and maker not in made]
+            if lost:
+                found[site] = lost == [program.ops[op].replaces]
+            else:
+                made.add(op)
     return found

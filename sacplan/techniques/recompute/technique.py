@@ -14,6 +14,7 @@ from sacplan.errors import PlanError
 from sacplan.techniques.base.regions import Option, Region, outermost, units_of
 from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.base.technique import Installed, Technique, ToInstall
+from sacplan.techniques.recompute.in_place_groups import reading_lost_versions
 from sacplan.techniques.recompute.regions import Regions
 from sacplan.techniques.recompute.rewrite import recompute, recompute_ops
 
@@ -91,10 +92,10 @@ def _check_runs_again(program: Program, discarded: Discarded) -> None:
         found = next((site for site in sites if site in fixed), None)
         if found is not None:
             raise _cannot_run_again(unit, found, "it would not give the same values, or have another effect")
-        lost = _reads_lost_value(program, unit, sites)
-        if lost is not None:
+        lost = reading_lost_versions(program, unit, sites).items()
+        if (found := next((site for site, may_stay in lost if not may_stay), None)) is not None:
             why = "what it reads is written in place later, and the plan keeps what makes that"
-            raise _cannot_run_again(unit, lost, why)
+            raise _cannot_run_again(unit, found, why)
 
 
 @derived
@@ -107,23 +108,6 @@ def _fixed_sites(program: Program, unit: str) -> frozenset[CallSite]:
         for op, site in program.sites(scope).items()
         if not ops[op].recomputable
     )
-
-
-def _reads_lost_value(program: Program, unit: str, sites: Collection[CallSite]) -> CallSite | None:
-    """Return a call site that reads a value which is overwritten later and not made again, if there is one."""
-    for scope in program.calls.get(unit, ()) if program.overwritten else ():
-        made: set[int] = set()  # ops that run again; makers come before readers
-        for op, site in program.sites(scope).items():
-            if site not in sites:
-                continue
-            makers = {s: program.overwritten.get(s) for s in program.ops[op].reads}
-            lost = [s for s, maker in makers.items() if maker is not None and maker not in made]
-            if not lost:
-                made.add(op)
-            # An op that overwrites such a value is kept like the value, by the executor and by the rewrite.
-            elif lost != [program.ops[op].replaces]:
-                return site
-    return None
 
 
 def _cannot_run_again(unit: str, site: CallSite, why: str) -> PlanError:
