@@ -261,46 +261,26 @@ def unit_around(program: Program, scopes: Iterable[int], widest_unit: int = ROOT
 def _windows(program: Program, part: OpGroup) -> list[OpGroup]:
     """Return the part, cut into windows if it is too large.
 
-    Candidates are narrow places: positions at which no fewer bytes cross anywhere within half of ``LARGEST_PART`` ops.
-    From each cut, the next is the first narrow place that makes the window large enough (``_next_cut``).
+    From each cut, the next is where the fewest bytes cross, of all positions that make the window large enough and not
+    too large: in a recurrence, the first one between two steps.
     """
     count = len(part.members)
     if count <= LARGEST_PART:
         return [part]
     crossing = _crossing_bytes(program, part)
-    reach = LARGEST_PART // 2
-    crossing[[0, -1]] = crossing.max()  # the ends of the part are no cuts
-    padded = np.pad(crossing, reach, constant_values=crossing[0])
-    narrow = crossing == np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1).min(axis=1)
-    narrow[1:] &= ~narrow[:-1]  # of several in a row, the first: behind the op that makes what crosses
-    size = min(LARGEST_PART, max(_SMALLEST_WINDOW, -(-count // _WINDOWS)))
+    # The ends of the part are no cuts. Of several positions in a row, the first: behind the op that makes what crosses.
+    crossing[[0, -1]] = crossing.max()
+    crossing[1:][crossing[1:] == crossing[:-1]] = crossing.max()
+    size = min(LARGEST_PART // 2, max(_SMALLEST_WINDOW, -(-count // _WINDOWS)))
     cuts = [0]
     while count - cuts[-1] > size:
-        cuts.append(_next_cut(crossing, np.flatnonzero(narrow), cuts[-1], size))
-    if cuts[-1] != count:
-        cuts.append(count)
+        first = cuts[-1] + size
+        cuts.append(first + int(crossing[first : cuts[-1] + LARGEST_PART + 1].argmin()))
     family = part.unit if part.family is None else part.family
-    found = [replace(part, members=part.members[a:b], family=family) for a, b in pairwise(cuts)]
+    found = [replace(part, members=part.members[a:b], family=family) for a, b in pairwise((*cuts, count))]
     if not part.once:
         return found
     return [replace(each, unit=_unit_of(program, (op for (op,) in each.members))) for each in found]
-
-
-def _next_cut(crossing: npt.NDArray[np.int64], narrow: npt.NDArray[np.intp], at: int, size: int) -> int:
-    """Return where the window that begins at ``at`` ends: about ``size`` members on, where few bytes cross.
-
-    That is the first narrow place from ``size`` on, or else the last one before. Without a narrow place in reach, the
-    position with the fewest bytes from half of ``size`` on.
-    """
-    last = min(at + LARGEST_PART, len(crossing) - 1)
-    near, far = np.searchsorted(narrow, (at + 1, last), side="left").tolist()
-    within = narrow[near : far + 1]
-    within = within[within <= last]
-    if not len(within):
-        first = at + -(-size // 2)
-        return first + int(crossing[first : last + 1].argmin())
-    beyond = within[within >= at + size]
-    return int(beyond[0] if len(beyond) else within[-1])
 
 
 def _crossing_bytes(program: Program, part: OpGroup) -> npt.NDArray[np.int64]:
