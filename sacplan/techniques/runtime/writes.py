@@ -22,12 +22,7 @@ def note_write(storage: int) -> None:
     last_writes[storage] = next(_numbers_of_writes)
 
 
-def last_write_to(tensor: torch.Tensor) -> int:
-    """Return the number of the last write to a tensor's storage; 0 if there was none."""
-    return last_write_to_storage(tensor.untyped_storage())
-
-
-def last_write_to_storage(storage: torch.UntypedStorage) -> int:
+def last_write_to(storage: torch.UntypedStorage) -> int:
     """Return the number of the last write to a storage; 0 if there was none."""
     # Asked very often, and most steps have no such write: then no key is made.
     return last_writes.get(storage_key(storage), 0) if last_writes else 0

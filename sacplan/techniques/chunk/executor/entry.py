@@ -85,7 +85,13 @@ class _ChunkEntryFunction(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(tensor)
-        root = DeferredTensor(region, tensor, window=Window(axis), source=_SavedInput(ctx))
+
+        def kept_input() -> torch.Tensor:
+            with autograd_as_outside():  # saved-tensor hooks may run a forward pass again
+                kept: torch.Tensor = ctx.saved_tensors[0]
+            return kept.detach()
+
+        root = DeferredTensor(region, tensor, window=Window(axis), source=kept_input)
         ctx.entered_region, ctx.root = region, weakref.ref(root)
         weakref.finalize(root, region.remove_hooks).atexit = False
         entered = Lazy(root)
@@ -120,18 +126,6 @@ class _ChunkEntryFunction(torch.autograd.Function):
         for value in waiting:
             value.leave(next(made))
         return None, None, *found
-
-
-class _SavedInput:
-    """The tensor that an entry node keeps for the backward pass."""
-
-    def __init__(self, node: Any) -> None:
-        self._node = node
-
-    def __call__(self) -> torch.Tensor:
-        with autograd_as_outside():  # saved-tensor hooks may run a forward pass again
-            tensor: torch.Tensor = self._node.saved_tensors[0]
-        return tensor.detach()
 
 
 class _ChunkExitFunction(torch.autograd.Function):

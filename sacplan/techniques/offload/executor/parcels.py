@@ -7,7 +7,7 @@ import torch
 from sacplan.errors import OffloadError
 from sacplan.techniques.offload.executor.transfers import Transfer
 from sacplan.techniques.runtime.tensors import View
-from sacplan.techniques.runtime.writes import last_write_to, last_write_to_storage
+from sacplan.techniques.runtime.writes import last_write_to
 from sacplan.torch_compat.host_memory import empty_on_host
 
 
@@ -24,7 +24,7 @@ class Parcel:
     def __init__(self, tensor: torch.Tensor) -> None:
         vector = whole(tensor)
         self.version = tensor._version
-        self._last_write = last_write_to(tensor)  # ``tensor.data`` has a version of its own
+        self._last_write = last_write_to(tensor.untyped_storage())  # ``tensor.data`` has a version of its own
         self._device = vector.device
         self._host: torch.Tensor | None = empty_on_host(vector)
         self._out: Transfer | None = Transfer.out(vector, self._host)
@@ -33,7 +33,7 @@ class Parcel:
 
     def has_all_of(self, storage: torch.UntypedStorage) -> bool:
         """Whether nobody has written to a storage since the copy began, as far as versions do not show it."""
-        return last_write_to_storage(storage) == self._last_write
+        return last_write_to(storage) == self._last_write
 
     def await_out(self, storage: torch.UntypedStorage) -> None:
         """Have computation wait until the contents of the storage are on the host."""

@@ -30,7 +30,7 @@ from sacplan.techniques.recompute.executor.draws import Draw
 from sacplan.techniques.runtime.recording import here
 from sacplan.techniques.runtime.saved import SavedStorage
 from sacplan.techniques.runtime.tensors import View, digest, view_of
-from sacplan.techniques.runtime.writes import last_write_to, last_write_to_storage
+from sacplan.techniques.runtime.writes import last_write_to
 from sacplan.torch_compat.kernel_settings import kernel_settings, set_kernel_settings
 from sacplan.torch_compat.ops import ArgumentPlace, OpTraits, is_between_ranks, tensors_in
 
@@ -140,7 +140,7 @@ class HeldArg:
         if (
             tensor is None
             or not tensor._version == self.version == version
-            or last_write_to(tensor) != self.before
+            or last_write_to(tensor.untyped_storage()) != self.before
         ):
             return False  # it is gone; or it was written, which is told when the op runs again
         self.view, self.requires_grad, self.tensor = view_of(tensor), tensor.requires_grad, None
@@ -163,7 +163,7 @@ class HeldArg:
                 tensor.requires_grad_()
         storage = tensor.untyped_storage()
         if self.tensor is not None and (
-            tensor._version != self.version or last_write_to_storage(storage) != self.before
+            tensor._version != self.version or last_write_to(storage) != self.before
         ):
             raise RecipeError(
                 f"{node} has to run again in the backward pass, but an argument of shape "
