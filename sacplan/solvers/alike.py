@@ -11,9 +11,6 @@ A plan of the smaller program is one of the whole problem. From there single cho
 
 Limits hold exactly, since each choice uses what it uses in the whole problem. The optimum of the smaller program is no
 bound for the larger one, so an answer that is not ``Milp``'s has none.
-
-Rows that another row implies, because it has a larger base and no option uses less there, are left out. Of equal layers
-mostly the last ones remain.
 """
 
 from __future__ import annotations
@@ -107,7 +104,7 @@ class TiedProblem:
             # Runs of different lengths have different costs, so they are of different kinds.
             kind = (first.kind, len(run))
             choices.append(Choice(kind, first.costs * len(run), uses, first.kept_bytes * len(run)))
-        return TiedProblem(_without_implied(replace(problem, choices=tuple(choices))), runs)
+        return TiedProblem(replace(problem, choices=tuple(choices)), runs)
 
     @property
     def is_whole(self) -> bool:
@@ -130,32 +127,3 @@ def _runs(problem: Problem, groups: int) -> tuple[tuple[int, ...], ...]:
         for run in np.array_split(same, min(groups, len(same)))
     ]
     return tuple(sorted(runs))
-
-
-def _without_implied(problem: Problem) -> Problem:
-    """Leave out rows that another row implies."""
-    columns = [choice.uses for choice in problem.choices]
-    uses = np.concatenate([problem.base[None], *columns]).T
-    keep: list[int] = []
-    for rows in problem.resources.values():
-        if np.isin(rows, problem.priced).any():
-            keep += rows.tolist()
-            continue
-        kept: list[int] = []
-        limits = problem.limits[rows]
-        # The larger a row's base, the fewer others can imply it.
-        for row in rows[np.lexsort((rows, -problem.base[rows], limits))]:
-            # By a row whose limit is no higher and whose use is no lower, in the base (the first column) and in every
-            # option.
-            implied = (problem.limits[kept] <= problem.limits[row]) & (uses[kept] >= uses[row]).all(axis=1)
-            if not implied.any():
-                kept.append(int(row))
-        keep += kept
-    keep.sort()
-    return replace(
-        problem,
-        rows=tuple(problem.rows[row] for row in keep),
-        base=problem.base[keep],
-        limits=problem.limits[keep],
-        choices=tuple(replace(choice, uses=choice.uses[:, keep]) for choice in problem.choices),
-    )
