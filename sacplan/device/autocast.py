@@ -223,7 +223,7 @@ def _kernel(
 
 
 @contextmanager
-def cuda_autocast_on_cpu(is_active: Callable[[], bool]) -> Iterator[None]:
+def cuda_autocast_on_cpu(is_active: Callable[[], object]) -> Iterator[None]:
     """``torch.autocast`` treats "cuda" and "cpu" alike where ``is_active()``, which is asked in each thread.
 
     The methods of the class are replaced, so that subclasses and decorators have them too.
