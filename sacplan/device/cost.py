@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from sacplan.device import index_kernels, row_kernels  # noqa: F401  (each registers its rules)
@@ -209,7 +210,7 @@ class _Speed:
 
 def _speeds(spec: DeviceSpec) -> dict[str, _Speed]:
     """Return the speeds of all kinds of kernels."""
-    rates = spec.kernel_rates.as_dict()
+    rates = msgspec.structs.asdict(spec.kernel_rates)
     bytes_per_ms = spec.bandwidth_bytes_per_s * spec.bandwidth_efficiency * 1e-3
     found = {}
     for name, kind in KINDS.items():
