@@ -33,6 +33,7 @@ import torch
 from sacplan.device.flops import op_flops
 from sacplan.torch_compat.calls import Call as AnyCall
 from sacplan.torch_compat.ops import RuleTable, aten_names, op_traits, tensors_in
+from sacplan.torch_compat.private import is_dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,8 +166,10 @@ def lie_alike(operands: Sequence[torch.Tensor], elements: int) -> bool:
         return False
     if all(t.is_contiguous() for t in operands):
         return True
-    first = _laid_out(operands[0])
-    return _is_dense(first) and all(_laid_out(t) == first for t in operands[1:])
+    first = operands[0]
+    return is_dense(first.shape, first.stride()) and all(
+        _laid_out(t) == _laid_out(first) for t in operands[1:]
+    )
 
 
 def _is_one_value(tensor: torch.Tensor) -> bool:
@@ -176,15 +179,6 @@ def _is_one_value(tensor: torch.Tensor) -> bool:
 def _laid_out(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """Return sizes and strides of the dimensions, without those of size 1, whose strides mean nothing."""
     return [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
-
-
-def _is_dense(dimensions: list[tuple[int, int]]) -> bool:
-    expected = 1
-    for size, stride in sorted(dimensions, key=lambda d: d[1]):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 _VECTORIZED_CASTS = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}

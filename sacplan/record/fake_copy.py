@@ -98,7 +98,7 @@ class FakeCopier:
             local = self.tensor(local_part(t))
         finally:
             self._rules = rules
-        fake: torch.Tensor = wrapping_of(t).around(local).requires_grad_(t.requires_grad)
+        fake: torch.Tensor = wrapping_of(t)(local).requires_grad_(t.requires_grad)
         if trained:
             fake._is_param = True
         self.memo[id(t)] = fake

@@ -193,7 +193,7 @@ class SavedTensors:
     def _unpack(self, packed: Any) -> torch.Tensor:
         # The three things that ``_pack`` returns, in turn.
         if isinstance(packed, _SavedLocalTensor):
-            return packed.wrapping.around(self._unpack(packed.local))
+            return packed.wrapping(self._unpack(packed.local))
         if not isinstance(packed, _SavedTensor):
             tensor: torch.Tensor = packed  # ``_pack`` gave it back as it was
             return tensor

@@ -7,7 +7,6 @@ one, and writes ``FREE``.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -66,7 +65,6 @@ class Storages:
         self._raw: dict[int, int] = {}  # bytes now, as torch says them
         self._lent: set[int] = set()  # on memory that PyTorch did not allocate, such as an array's
         self._real: set[int] = set()  # storages of real tensors that a fake step was seen to read
-        self._copies: dict[int, weakref.ref[Any]] = {}  # by key, storages that count as another one
 
     @without_torch_functions
     def bytes_of(self, value: Any) -> int:
@@ -142,11 +140,6 @@ class Storages:
         _, largest = max((t.numel(), s in self.on_host) for t, s in zip(tensors, storages, strict=True))
         return sum(self._raw[s] for s in self.on_host.intersection(storages)) if largest else 0
 
-    def track_given(self, tensor: torch.Tensor) -> int:
-        """Count a tensor as alive from the start; return its storage."""
-        self.track(tensor, StorageKind.OTHER, initial=True)
-        return self.known(tensor)
-
     def track_alive(self, storages: Iterable[weakref.ref[Any]]) -> None:
         """Count storages that are alive from the start, as far as they are."""
         for storage in filter(None, (ref() for ref in storages)):
@@ -187,19 +180,14 @@ class Storages:
         """Return the storage of a tensor; one that is met for the first time is entered."""
         storage = tensor.untyped_storage()
         index = self.ids.get(storage_key(storage))
-        return self.found(storage) if index is None else index
-
-    def found(self, storage: Any) -> int:
-        """Enter a storage that is there although no op was seen to make it.
-
-        Memory that the step borrows from an array (``torch.from_numpy``) and gives back is not PyTorch's: once the
-        storage is freed it counts as 0 bytes. If it stays alive it was there before, as far as anybody can tell.
-        """
-        index = self.add(storage, None)
-        self._events.append((_ALLOC, index))
-        # PyTorch's allocators make storages that can be resized; a borrowed one cannot.
-        if not self.is_fake and not storage.resizable():
-            self._lent.add(index)
+        if index is None:  # it is there although no op was seen to make it
+            index = self.add(storage, None)
+            self._events.append((_ALLOC, index))
+            # Memory that the step borrows from an array (``torch.from_numpy``) and gives back is not PyTorch's, whose
+            # allocators make storages that can be resized: once the storage is freed it counts as 0 bytes. If it stays
+            # alive it was there before, as far as anybody can tell.
+            if not self.is_fake and not storage.resizable():
+                self._lent.add(index)
         return index
 
     def taken(self, inputs: Sequence[torch.Tensor], *, lifts: bool) -> tuple[list[int], bool]:
@@ -324,11 +312,7 @@ class Storages:
             key = storage_key(storage)
             if key not in self.ids:
                 self.ids[key] = real[0]
-                self._copies[key] = weakref.ref(storage, functools.partial(self._forget_copy, key))
-
-    def _forget_copy(self, key: int, _: Any) -> None:
-        self._copies.pop(key, None)
-        self.ids.pop(key, None)
+                weakref.finalize(storage, self.ids.pop, key, None)
 
     def real_from_the_start(self) -> set[int]:
         """Real tensors that a fake step read, that are still alive, and that nobody had tracked.

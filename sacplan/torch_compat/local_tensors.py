@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -99,12 +98,8 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-@dataclass(slots=True)
-class Wrapping:
-    """How a tensor stands for its local part, without that part."""
-
-    around: Callable[[torch.Tensor], torch.Tensor]
-    """Makes a tensor of the same type, global shape and placements for another local part; a leaf without gradient."""
+Wrapping = Callable[[torch.Tensor], torch.Tensor]
+"""Makes a tensor of the same type, global shape and placements for another local part; a leaf without gradient."""
 
 
 def _as_it_is(local: torch.Tensor) -> torch.Tensor:
@@ -117,15 +112,15 @@ def wrapping_of(tensor: torch.Tensor) -> Wrapping:
     The pending result of a collective is its local part once it has arrived, so nothing is put around that.
     """
     if not _is_dtensor(type(tensor)):
-        return Wrapping(_as_it_is)
+        return _as_it_is
     dtensor: Any = tensor
     kind = type(dtensor)
     base = sys.modules["torch.distributed.tensor"].DTensor
     # A subclass that flattens itself differently has parts that the constructor below knows nothing of.
     if kind.__tensor_unflatten__ is not base.__tensor_unflatten__:
-        return Wrapping(functools.partial(_unflattened, *_flattened(dtensor)))
+        return functools.partial(_unflattened, *_flattened(dtensor))
     attributes = None if kind is base else dict(vars(dtensor))  # a copy: what it says may change later
-    return Wrapping(functools.partial(_made, kind, dtensor._spec, attributes))
+    return functools.partial(_made, kind, dtensor._spec, attributes)
 
 
 def _made(kind: Any, spec: Any, attributes: dict[str, Any] | None, local: torch.Tensor) -> torch.Tensor:
