@@ -266,6 +266,12 @@ def is_between_ranks(func: Any) -> bool:
     return func.namespace in _BETWEEN_RANKS
 
 
+def waited_for(sent: torch.Tensor) -> torch.Tensor:
+    """Wait for the result of a functional collective and return it."""
+    there: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(sent)
+    return there
+
+
 @functools.cache
 def op_named(name: str) -> torch._ops.OpOverload | None:
     """Return the op of this name and overload (``"aten.mm.default"``); None if its library is not imported here."""
@@ -274,6 +280,12 @@ def op_named(name: str) -> torch._ops.OpOverload | None:
     except (AttributeError, RuntimeError):
         return None
     return func if isinstance(func, torch._ops.OpOverload) else None
+
+
+def op_of_schema(name: str) -> torch._ops.OpOverload | None:
+    """Return the op of this schema (``"aten::add.Tensor"``); None if this torch does not have it."""
+    packet, _, overload = name.replace("::", ".").partition(".")[2].partition(".")
+    return op_named(f"{name.partition(':')[0]}.{packet}.{overload or 'default'}")
 
 
 @functools.cache
