@@ -81,7 +81,7 @@ def elementwise_kernels() -> dict[Any, FakeKernel]:
 
 
 def _elementwise_in_cpp(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-    operands = list(tensors_in((args, kwargs)))
+    operands = tensors_in((args, kwargs))
     # Without a size of 1 torch's own formula is right. Where it would say the same, C++ is still several times as fast.
     # For copied operands see ``_copied_first``.
     if _are_plain(operands) or (any(1 in t.shape for t in operands) and not _copied_first(operands)):
@@ -90,7 +90,7 @@ def _elementwise_in_cpp(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: A
 
 
 def _kernel_where_a_size_is_one(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-    operands = list(tensors_in((args, kwargs)))
+    operands = tensors_in((args, kwargs))
     if not any(1 in t.shape for t in operands) or _copied_first(operands):
         return NotImplemented
     own = torchs_own_fake(mode, func, args, kwargs)

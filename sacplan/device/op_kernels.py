@@ -79,12 +79,12 @@ class Call(AnyCall):
         """The tensors that it writes."""
         # An op that writes in place may return nothing (``_foreach_add_``): what it wrote is among its arguments.
         written = op_traits(self.func).written(self.args, self.kwargs)
-        return list(tensors_in(self.returned)) or list(tensors_in(written))
+        return tensors_in(self.returned) or tensors_in(written)
 
     @cached_property
     def reads(self) -> list[torch.Tensor]:
         """The tensors that it reads, each once, even if it is given twice."""
-        given = list(tensors_in(self.args[1:] if self.func._schema.name in OVERWRITES else self.args))
+        given = tensors_in(self.args[1:] if self.func._schema.name in OVERWRITES else self.args)
         outs = op_traits(self.func).written_names
         given += [t for key, value in self.kwargs.items() if key not in outs for t in tensors_in(value)]
         return list({id(t): t for t in given}.values())

@@ -213,7 +213,7 @@ class DataRules(KnownValues, Watching):
             self._follow_write(func, traits, args, kwargs)
             return
         # A tensor on an input's storage is a view, or the input itself, and needs no values of its own.
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = tensors_in((args, kwargs))
         own = {storage_key(t.untyped_storage()) for t in inputs}
         fresh = [
             t
@@ -244,7 +244,7 @@ class DataRules(KnownValues, Watching):
             result = self.run_on_values(func, args, kwargs, inputs)
             values = None if result is NO_ANSWER else tuple(tensors_in(result))
             rules = self.rules_of(inputs)
-        outputs = list(tensors_in(out))
+        outputs = tensors_in(out)
         if values is None or len(values) != len(outputs):
             return  # a real kernel may give None where the fake one gives a tensor
         for fake, value in zip(outputs, values, strict=True):
@@ -285,7 +285,7 @@ class DataRules(KnownValues, Watching):
                 for t in targets:
                     self._forget(t)
             return
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = tensors_in((args, kwargs))
         rules = self.rules_of(inputs)
         own = [k for k in known if PARAMETERS in k.rules]
         follows = not own or all(map(self.follows, targets))

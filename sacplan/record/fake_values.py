@@ -313,7 +313,7 @@ class KnownValues:
 
     def refusal(self, func: Any, args: Any, kwargs: Any) -> DataDependentError:
         """Return the error to raise where there is neither a value nor a rule."""
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = tensors_in((args, kwargs))
         shapes = ", ".join(f"{t.dtype}{list(t.shape)}" for t in inputs)
         why = "data, which a fake trace does not have, and there is no rule for it"
         instead = "the batch as real tensors (its integers are then followed)"

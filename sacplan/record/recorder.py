@@ -65,7 +65,7 @@ from sacplan.torch_compat.ops import (
     is_composite,
     op_traits,
     run_in_parts,
-    tensor_list,
+    tensors_in,
 )
 from sacplan.torch_compat.private import (
     GENERATOR_STATE_BYTES,
@@ -368,12 +368,12 @@ class Recorder(Watching):
             for t in written:
                 self.storages.resized(t.untyped_storage())
         # An op that can be looked up takes plain tensors only (``SeenOps``).
-        taken = plain_tensors(args, kwargs) if seen is None else tensor_list(args, kwargs)
+        taken = plain_tensors(args, kwargs) if seen is None else tensors_in((args, kwargs))
         taken_on, lent = self.storages.taken(taken, lifts=func is _LIFTS)
         lent |= func is ZERO_TENSOR
         if seen is None and self.storages.is_fake and func is not _LIFTS:
             self.storages.know_copies(func, taken, taken_on, out)
-        outputs = tensor_list(out)
+        outputs = tensors_in(out)
         made = outputs if is_made else plain_tensors(outputs)
         host_bytes = self.storages.host_bytes_of(taken, taken_on) if func is not TO_DEVICE else 0
         made_on, writes = self.storages.made(made, lent, func is TO_HOST or host_bytes > 0)

@@ -19,7 +19,7 @@ from sacplan.record.call_arguments import plain_tensors
 from sacplan.torch_compat.fake_tensors import FakeTensor
 from sacplan.torch_compat.host_memory import is_for_host
 from sacplan.torch_compat.local_tensors import local_part
-from sacplan.torch_compat.ops import tensor_list
+from sacplan.torch_compat.ops import tensors_in
 from sacplan.torch_compat.private import counts_writes_of, is_plain, storage_key, without_torch_functions
 
 _ALLOC, _FREE, _RESIZE = int(Event.ALLOC), int(Event.FREE), int(Event.RESIZE)
@@ -69,7 +69,7 @@ class Storages:
     @without_torch_functions
     def bytes_of(self, value: Any) -> int:
         """Return the rounded bytes of the tensors in a value; of a DTensor its local part counts."""
-        parts = map(local_part, tensor_list(value))
+        parts = map(local_part, tensors_in(value))
         return sum(self._rounded(t.numel() * t.element_size()) for t in parts)
 
     def restart(self) -> None:
@@ -88,21 +88,17 @@ class Storages:
         ``initial`` says that it was there when the step began, though it is only tracked now. A kind that is known
         already stays: a parameter may also be in the batch.
         """
-        if not is_plain(tensor):
-            for part in plain_tensors(tensor):
-                self.track(part, kind, initial=initial)
-            return
-        storage = tensor.untyped_storage()
-        known = self.ids.get(storage_key(storage))
-        # Tracked for the first time: in the step it appears with an event, before it or as ``initial`` without.
-        if known is None:
-            index = self.add(storage, kind)
-            if self.is_recording and not initial:
-                self._events.append((_ALLOC, index))
-            else:
-                self.initial[index] = None
-        elif self.kinds[known] is None:
-            self.kinds[known] = kind
+        for storage in (part.untyped_storage() for part in plain_tensors(tensor)):
+            known = self.ids.get(storage_key(storage))
+            # Tracked for the first time: in the step it appears with an event, before it or as ``initial`` without.
+            if known is None:
+                index = self.add(storage, kind)
+                if self.is_recording and not initial:
+                    self._events.append((_ALLOC, index))
+                else:
+                    self.initial[index] = None
+            elif self.kinds[known] is None:
+                self.kinds[known] = kind
 
     def name_fixed(self, tensor: torch.Tensor, name: str, *, alone: bool) -> None:
         """Note a name of a parameter or buffer; ``alone``: the device does not change it, so it may be ``fixed``."""

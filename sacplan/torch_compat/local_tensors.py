@@ -51,21 +51,17 @@ def _stands_for_another(kind: type) -> bool:
     return _is_async(kind)
 
 
-def _is_dtensor(kind: type) -> bool:
-    room = sys.modules.get("torch.distributed.tensor")  # there is no DTensor where it is not imported
-    return room is not None and issubclass(kind, room.DTensor)
+def _is_of(module: str, name: str, kind: type) -> bool:
+    room = sys.modules.get(module)  # there is no tensor of a class that is not imported
+    return room is not None and issubclass(kind, getattr(room, name))
 
 
-def _is_async(kind: type) -> bool:
-    room = sys.modules.get("torch.distributed._functional_collectives")
-    return room is not None and issubclass(kind, room.AsyncCollectiveTensor)
-
-
-@functools.cache
-def _is_jagged(kind: type) -> bool:
-    """Whether this is the class of jagged nested tensors, whose ops run as ops on plain tensors."""
-    room = sys.modules.get("torch.nested._internal.nested_tensor")
-    return room is not None and issubclass(kind, room.NestedTensor)
+_is_dtensor = functools.partial(_is_of, "torch.distributed.tensor", "DTensor")
+_is_async = functools.partial(_is_of, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+# Ops on jagged nested tensors run as ops on plain tensors.
+_is_jagged = functools.cache(
+    functools.partial(_is_of, "torch.nested._internal.nested_tensor", "NestedTensor")
+)
 
 
 def stands_for_another(tensor: torch.Tensor) -> bool:
@@ -73,12 +69,15 @@ def stands_for_another(tensor: torch.Tensor) -> bool:
     return _stands_for_another(type(tensor))
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor behind a DTensor or a pending collective, else the tensor itself. Waits for nothing."""
+def local_part(tensor: torch.Tensor, *, waits: bool = False) -> torch.Tensor:
+    """Return the plain tensor behind a DTensor or a pending collective, else the tensor itself.
+
+    It waits for nothing, or until a collective that fills the tensor has finished.
+    """
     # A DTensor may have a pending collective as its local part, so both are taken off in turn.
     while stands_for_another(tensor):
         one: Any = tensor
-        tensor = one._local_tensor if _is_dtensor(type(one)) else one.elem
+        tensor = one._local_tensor if _is_dtensor(type(one)) else one.trigger_wait() if waits else one.elem
     return tensor
 
 
@@ -88,14 +87,6 @@ def held_base(tensor: torch.Tensor) -> torch.Tensor | None:
     Autograd holds the base as long as the view, so its memory counts with the view's.
     """
     return tensor._base if getattr(type(tensor), "holds_base", False) else None
-
-
-def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``local_part``, once a collective that fills it has finished."""
-    while stands_for_another(tensor):
-        one: Any = tensor
-        tensor = one._local_tensor if _is_dtensor(type(one)) else one.trigger_wait()
-    return tensor
 
 
 Wrapping = Callable[[torch.Tensor], torch.Tensor]

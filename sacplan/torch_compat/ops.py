@@ -12,7 +12,7 @@ must write nothing, with two exceptions:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -371,7 +371,7 @@ def can_run_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
     An op that writes in place may. The caller must see to it that the written tensor is recomputed, too.
     """
     traits = op_traits(func)
-    inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
+    inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
     # Without outputs there is nothing to recompute. A tensor that is not ordinary has more to it than these.
     if not traits.rerunnable or not outputs or not all(map(is_ordinary_tensor, (*inputs, *outputs))):
         return False
@@ -393,14 +393,13 @@ def is_ordinary_tensor(t: torch.Tensor) -> bool:
     return is_plain(t) and not (t.is_inference() or t.is_nested or t.is_quantized)
 
 
-def tensor_list(*values: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors in arguments or results, in order: nested tuples, lists and dicts.
 
     A stack instead of nested generators, since this runs several times for each op.
     """
     found: list[torch.Tensor] = []
-    stack = list(values)
-    stack.reverse()
+    stack = [value]
     while stack:
         value = stack.pop()
         if isinstance(value, torch.Tensor):
@@ -410,15 +409,3 @@ def tensor_list(*values: Any) -> list[torch.Tensor]:
         elif isinstance(value, dict):
             stack.extend(reversed(value.values()))
     return found
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an argument or a result, in the order of ``tensor_list``: for those who may stop early."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
