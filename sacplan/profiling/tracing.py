@@ -51,7 +51,6 @@ from sacplan.record.limits import WITHOUT_HOOKS, explained_limits, refuses_hooks
 from sacplan.record.module_calls import other_thread
 from sacplan.record.recorder import Recorder
 from sacplan.record.saved_tensors import SavedMode
-from sacplan.record.seen_ops import LookingUp
 from sacplan.record.state import held_by_function, preserved_rng, preserved_state
 from sacplan.record.steady_step import record_settled_step
 from sacplan.record.step import (
@@ -425,17 +424,15 @@ def _run_fake(resolved: _Resolved, note: Callable[[FakeTensorMode], None]) -> _T
         # The copy is made inside of the mode, and from here on only the copy is used. A plan is applied to it, too.
         note(fake_mode)
         keep_to_this_thread(fake_mode, lambda: other_thread("an op of the model"))
-        copier, looking_up = FakeCopier(rules), LookingUp(fake_mode, rules)
+        copier = FakeCopier(rules)
         fake = copier.model(model)
         if mesh is not None and asked.ranks.sharding is not None:
             running.enter_context(own_op_handlers())
-            with looking_up:
-                asked.ranks.sharding.parallelize(fake, mesh, source=None)
+            asked.ranks.sharding.parallelize(fake, mesh, source=None)
         handle = asked.prepare(fake) if asked.prepare is not None else None
         try:
             if mesh is not None:
-                with looking_up:
-                    asked.ranks.spread_data(fake, mesh)
+                asked.ranks.spread_data(fake, mesh)
             copier.parameters_replaced(model, fake)
             reduce_by_hooks(fake)
             running.enter_context(copying_shards(fake, on_gpu=spec.kind == "cuda"))

@@ -80,13 +80,11 @@ class FakeCopier:
         )
         if new and self._rules is not None:
             self._rules.learn(fake, t, self._rests_on)
-        if isinstance(t, torch.nn.Parameter):
-            fake.requires_grad_(t.requires_grad)
-            fake._is_param = True  # what makes a tensor of another class than torch.Tensor a Parameter
-        elif isinstance(t, torch.nn.Buffer):
+        if isinstance(t, torch.nn.Buffer):
             fake = torch.nn.Buffer(fake)
-        else:
-            fake.requires_grad_(t.requires_grad)
+        fake.requires_grad_(t.requires_grad)
+        if isinstance(t, torch.nn.Parameter):
+            fake._is_param = True  # what makes a tensor of another class than torch.Tensor a Parameter
         self.memo[id(t)] = fake
         return fake
 
