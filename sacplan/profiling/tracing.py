@@ -449,8 +449,7 @@ def _run_fake(resolved: _Resolved, note: Callable[[FakeTensorMode], None]) -> _T
                 mode=asked.mode,
                 accumulation_steps=asked.accumulation_steps,
             )
-            with looking_up:
-                make_gathered(fake)
+            make_gathered(fake)
             if asked.compiled is not None:
                 compile_step(step, Recorder(spec, resolved.cost, "observe", rules))
             found = _traced(step, resolved, how, handle, rules)

@@ -30,8 +30,7 @@ from sacplan.device.kernels import active_device
 from sacplan.record.fake_data import DataRules
 from sacplan.torch_compat.calls import Call
 from sacplan.torch_compat.fake_kernels import entered_kernels
-from sacplan.torch_compat.fake_tensors import fake_device_of, fake_empty_strided
-from sacplan.torch_compat.local_tensors import is_deferred
+from sacplan.torch_compat.fake_tensors import fake_empty_strided
 from sacplan.torch_compat.ops import op_traits, tensors_in
 from sacplan.torch_compat.private import is_plain, storage_key
 
