@@ -51,6 +51,7 @@ from sacplan.record.limits import WITHOUT_HOOKS, explained_limits, refuses_hooks
 from sacplan.record.module_calls import other_thread
 from sacplan.record.recorder import Recorder
 from sacplan.record.saved_tensors import SavedMode
+from sacplan.record.seen_ops import LookingUp
 from sacplan.record.state import held_by_function, preserved_rng, preserved_state
 from sacplan.record.steady_step import record_settled_step
 from sacplan.record.step import (
@@ -424,15 +425,17 @@ def _run_fake(resolved: _Resolved, note: Callable[[FakeTensorMode], None]) -> _T
         # The copy is made inside of the mode, and from here on only the copy is used. A plan is applied to it, too.
         note(fake_mode)
         keep_to_this_thread(fake_mode, lambda: other_thread("an op of the model"))
-        copier = FakeCopier(rules)
+        copier, looking_up = FakeCopier(rules), LookingUp(fake_mode, rules)
         fake = copier.model(model)
         if mesh is not None and asked.ranks.sharding is not None:
             running.enter_context(own_op_handlers())
-            asked.ranks.sharding.parallelize(fake, mesh, source=None)
+            with looking_up:
+                asked.ranks.sharding.parallelize(fake, mesh, source=None)
         handle = asked.prepare(fake) if asked.prepare is not None else None
         try:
             if mesh is not None:
-                asked.ranks.spread_data(fake, mesh)
+                with looking_up:
+                    asked.ranks.spread_data(fake, mesh)
             copier.parameters_replaced(model, fake)
             reduce_by_hooks(fake)
             running.enter_context(copying_shards(fake, on_gpu=spec.kind == "cuda"))
@@ -449,7 +452,8 @@ def _run_fake(resolved: _Resolved, note: Callable[[FakeTensorMode], None]) -> _T
                 mode=asked.mode,
                 accumulation_steps=asked.accumulation_steps,
             )
-            make_gathered(fake)
+            with looking_up:
+                make_gathered(fake)
             if asked.compiled is not None:
                 compile_step(step, Recorder(spec, resolved.cost, "observe", rules))
             found = _traced(step, resolved, how, handle, rules)

@@ -25,12 +25,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sacplan.device.kernels import active_device
 from sacplan.record.fake_data import DataRules
 from sacplan.torch_compat.calls import Call
 from sacplan.torch_compat.fake_kernels import entered_kernels
-from sacplan.torch_compat.fake_tensors import fake_empty_strided
+from sacplan.torch_compat.fake_tensors import fake_device_of, fake_empty_strided
+from sacplan.torch_compat.local_tensors import is_deferred
 from sacplan.torch_compat.ops import op_traits, tensors_in
 from sacplan.torch_compat.private import is_plain, storage_key
 
@@ -264,3 +266,26 @@ class SeenOps:
         is_view, size, stride, offset, dtype = output
         storage = args[0].untyped_storage() if is_view else None
         return fake_empty_strided(self._mode, size, stride, dtype, storage, offset)
+
+
+class LookingUp(TorchDispatchMode):
+    """Looks ops up ahead of a step, as the recorder does in it: parameters of many layers are sharded alike."""
+
+    def __init__(self, mode: FakeTensorMode, rules: DataRules) -> None:
+        super().__init__()
+        self._seen = SeenOps(mode, rules)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = fake_device_of(func, args)
+        if device is not None:
+            return device
+        if is_deferred(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        seen = self._seen.look_up(func, args, kwargs)
+        if seen is not None and seen.outputs is not None:
+            return self._seen.make(seen.outputs, args)
+        out = func(*args, **kwargs)
+        if seen is not None:
+            self._seen.observe(seen, Call(func, args, kwargs, out))
+        return out
