@@ -40,6 +40,7 @@ from sacplan.device.devices import DeviceSpec
 from sacplan.device.host_step import copy_ms, update_and_copy_ms
 from sacplan.device.kernel_rates import KINDS
 from sacplan.device.op_kernels import OVERWRITES, Call, Kernel, kernels_of, tensor_bytes
+from sacplan.torch_compat.calls import Call as AnyCall
 from sacplan.torch_compat.host_memory import TO_DEVICE, TO_HOST
 from sacplan.torch_compat.ops import aten_names, op_traits, tensors_in
 
@@ -236,7 +237,7 @@ def _nonzeros(tensor: torch.Tensor) -> int:
     return tensor._nnz() if "sparse" in str(tensor.layout) and not tensor.is_meta else 0
 
 
-def op_key(call: Call, *more: Any) -> Any:
+def op_key(call: AnyCall, *more: Any) -> Any:
     """Return a key that is equal for the same op with equal shapes, strides, dtypes and other arguments."""
     key = (call.func, signature(call.args), signature(call.kwargs), *more)
     try:
