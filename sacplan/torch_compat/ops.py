@@ -268,7 +268,8 @@ def is_between_ranks(func: Any) -> bool:
 
 def waited_for(sent: torch.Tensor) -> torch.Tensor:
     """Wait for the result of a functional collective and return it."""
-    there: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(sent)
+    wait: Any = op_named("_c10d_functional.wait_tensor.default")
+    there: torch.Tensor = wait(sent)
     return there
 
 
