@@ -28,6 +28,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -281,7 +282,7 @@ def _flash_attention_3(device: str) -> DeviceSpec:
     if spec.capability != (9, 0):
         return spec
     rates = {"cudnn_attention": 648 / reached, "cudnn_attention_backward": 561 / reached}
-    return dataclasses.replace(spec, rates=dataclasses.replace(spec.kernel_rates, **rates))
+    return dataclasses.replace(spec, rates=msgspec.structs.replace(spec.kernel_rates, **rates))
 
 
 def _checkpointed(model: Any) -> None:

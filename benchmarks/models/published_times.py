@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -181,7 +182,7 @@ def _triton_attention(width: int, heads: int) -> DeviceSpec:
     """
     spec = resolve_device("a100-80gb")
     share = {64: 100e12, 128: 95e12}[width // heads] / spec.reached_flops(torch.bfloat16)
-    rates = dataclasses.replace(spec.kernel_rates, flash_attention=share, flash_attention_backward=share)
+    rates = msgspec.structs.replace(spec.kernel_rates, flash_attention=share, flash_attention_backward=share)
     return dataclasses.replace(spec, rates=rates)
 
 

@@ -108,7 +108,7 @@ class _Estimator:
             if isinstance(thing, torch.nn.Module):
                 recorder.track_model(thing)
             elif isinstance(thing, torch.optim.Optimizer):
-                recorder.track_optimizer(thing)
+                recorder.training.track_optimizer(thing)
             else:
                 recorder.track_tensors([thing])
 

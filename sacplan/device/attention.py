@@ -72,14 +72,12 @@ class AttentionCall:
 def cudnn_promoted(spec: DeviceSpec, version: tuple[int, int]) -> bool:
     """Whether cuDNN attention comes first, given the cuDNN in that release's PyPI wheel.
 
-    2.9 asks for cuDNN 9.9; from 2.10 the threshold is 9.15, which 2.10's wheel (9.10) does not reach. If you have
-    another cuDNN, set the order with ``torch.nn.attention.sdpa_kernel(set_priority=True)``.
+    The threshold is cuDNN 9.15, which the wheels reach from 2.11 on. If you have another cuDNN, set the order with
+    ``torch.nn.attention.sdpa_kernel(set_priority=True)``.
     """
     sm = spec.capability
-    if sm is None or version < (2, 9) or version == (2, 10):
+    if sm is None:
         return False
-    if version == (2, 9):
-        return sm in ((9, 0), (10, 0))
     if version < (2, 14):
         return sm in ((9, 0), (10, 0), (10, 3))
     return sm[0] in (9, 10)
@@ -226,9 +224,9 @@ def _cudnn_takes_dims(sm: tuple[int, int], call: AttentionCall) -> bool:
             return max(call.dims) <= 128 or call.dims in ((192, 128), (256, 256))
         return max(call.dims) <= 256
     # Before, Blackwell has one pair of sizes beyond 128 (that of DeepSeek's attention), and Hopper all up to 256.
-    if call.version >= (2, 11) and sm[0] == 10 and call.dims == (192, 128):
+    if sm[0] == 10 and call.dims == (192, 128):
         return True
-    return max(call.dims) <= (256 if sm == (9, 0) and call.version >= (2, 8) else 128)
+    return max(call.dims) <= (256 if sm == (9, 0) else 128)
 
 
 def _enabled_backends() -> list[Backend]:

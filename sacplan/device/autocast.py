@@ -31,7 +31,7 @@ from torch.amp.autocast_mode import autocast
 
 from sacplan.device.devices import torch_version
 from sacplan.errors import DeviceError
-from sacplan.torch_compat.ops import COMPOSITE, arguments_by_name, run_composite, tensors_in
+from sacplan.torch_compat.ops import COMPOSITE, arguments_by_name, op_of_schema, run_composite, tensors_in
 from sacplan.torch_compat.private import replaced
 
 Policy = Literal["lower", "fp32", "fp32_dtype", "fp32_norm", "promote", "banned", "none"]
@@ -89,20 +89,13 @@ def differing() -> dict[str, tuple[Policy, Policy]]:
     result: dict[str, tuple[Policy, Policy]] = {}
     for name, policy in wanted.items():
         if name not in there:
-            if _overload(name) is not None:
+            if op_of_schema(f"aten::{name}") is not None:
                 result[name] = (policy, "none")
         elif policy not in ("lower", "fp32"):  # where both have the op, those two agree
             result[name] = (policy, "fp32")
     for name in there - wanted.keys() - _CPU_LOWER:
         result[name] = ("none", "promote" if name in _CPU_PROMOTES else "fp32")
     return result
-
-
-def _overload(name: str) -> torch._ops.OpOverload | None:
-    """Return the op, or None if this torch does not have it."""
-    packet, _, overload = name.partition(".")
-    found = getattr(torch.ops.aten, packet, None)
-    return None if found is None else getattr(found, overload or "default", None)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -197,7 +190,7 @@ def _apply(policy: Policy, op: torch._ops.OpOverload, args: tuple[Any, ...], kwa
 def register(library: torch.library.Library, is_emulated: Callable[[Any], bool]) -> None:
     """Register the kernels; ``is_emulated(args)`` says whether a call should behave as on CUDA."""
     for name, (cuda, cpu) in differing().items():
-        op = _overload(name)
+        op = op_of_schema(f"aten::{name}")
         assert op is not None
         library.impl(name, _kernel(op, cuda, cpu, is_emulated), "AutocastCPU")
 
@@ -223,7 +216,7 @@ def _kernel(
 
 
 @contextmanager
-def cuda_autocast_on_cpu(is_active: Callable[[], bool]) -> Iterator[None]:
+def cuda_autocast_on_cpu(is_active: Callable[[], object]) -> Iterator[None]:
     """``torch.autocast`` treats "cuda" and "cpu" alike where ``is_active()``, which is asked in each thread.
 
     The methods of the class are replaced, so that subclasses and decorators have them too.

@@ -77,53 +77,42 @@ def calibrate(
     for name, given, least, most in (("matmul_size", size, 1, 2**20), ("copy_bytes", nbytes, 4, 2**40)):
         if not least <= given <= most:
             raise DeviceError(f"calibrate: {name} is {given}; it must be from {least} to {most:,}.")
-    with outside_of_the_trace(where):
-        try:
-            flops = _products(base, where, size)
-            bandwidth = _bandwidth(where, nbytes)
-            launch_us = _launch_us(where)
-        except torch.OutOfMemoryError as error:
-            raise _no_room(base, error) from error
+    try:
+        with outside_of_the_trace(where):
+            return _measured(base, where, size, nbytes)
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(
+            f"calibrate on {base.name}: {str(error).splitlines()[0]}. Free the device's memory, or choose a "
+            "smaller matmul_size or copy_bytes."
+        ) from error
+
+
+def _measured(base: DeviceSpec, where: torch.device, size: int, nbytes: int) -> DeviceSpec:
+    flops = _products(where, size)
     # Not measured: ``torch.mm`` has no float8. The estimate takes in the efficiency, which is 1 in the new spec.
     if "float8" in base.flops:
         flops["float8"] = base.flops["float8"] * base.compute_efficiency
     spec = replace(
         base,
         flops=flops,
-        bandwidth_bytes_per_s=bandwidth,
+        bandwidth_bytes_per_s=_bandwidth(where, nbytes),
         compute_efficiency=1.0,
         sustained_share=1.0,
         bandwidth_efficiency=1.0,
-        kernel_launch_us=launch_us,
+        kernel_launch_us=_launch_us(where),
         source=f"measured here by sacplan.calibrate, torch {torch.__version__}, products of {size} x {size}",
     )
+    if base.kind == "cuda":
+        clock = functools.partial(_seconds, where=where, launch_ahead=True)
+        rates, measured = measured_rates(spec, where, nbytes, clock)
+        missing = [name for name in FIGURES if name not in measured]
+        source = spec.source + (f"; not measured: {', '.join(missing)}" if missing else "")
+        spec = replace(spec, rates=rates, source=source)
     # What is timed here for a fraction of a second is not what a step reaches.
-    spec = _with_rates(spec, where, nbytes) if base.kind == "cuda" else spec
     return replace(spec, sustained_share=base.sustained_share)
 
 
-def _with_rates(spec: DeviceSpec, where: torch.device, nbytes: int) -> DeviceSpec:
-    """Return the spec with the rates of kernels by kind measured, and with what was not measured in its ``source``."""
-    with outside_of_the_trace(where):
-        try:
-            rates, measured = measured_rates(
-                spec, where, nbytes, functools.partial(_seconds, where=where, launch_ahead=True)
-            )
-        except torch.OutOfMemoryError as error:
-            raise _no_room(spec, error) from error
-    missing = [name for name in FIGURES if name not in measured]
-    source = spec.source + (f"; not measured: {', '.join(missing)}" if missing else "")
-    return replace(spec, rates=rates, source=source)
-
-
-def _no_room(spec: DeviceSpec, error: torch.OutOfMemoryError) -> DeviceError:
-    return DeviceError(
-        f"calibrate on {spec.name}: {str(error).splitlines()[0]}. Free the device's memory, or choose a "
-        "smaller matmul_size or copy_bytes."
-    )
-
-
-def _products(base: DeviceSpec, where: torch.device, size: int) -> dict[str, float]:
+def _products(where: torch.device, size: int) -> dict[str, float]:
     """Return FLOP/s of matrix products by name of the type."""
     found: dict[str, float] = {}
     with _matmul_precision("highest"):
@@ -131,18 +120,14 @@ def _products(base: DeviceSpec, where: torch.device, size: int) -> dict[str, flo
     if where.type == "cuda":
         with _matmul_precision("high"):
             found["tf32"] = _product(torch.float32, where, size)
-    halves = {name: _product_if_possible(dtype, where, size) for name, dtype in _DTYPES.items()}
-    return found | {name: flops for name, flops in halves.items() if flops is not None}
-
-
-def _product_if_possible(dtype: torch.dtype, where: torch.device, size: int) -> float | None:
-    """Return FLOP/s, or None if the device has no product of this type."""
-    try:
-        return _product(dtype, where, size)
-    except torch.OutOfMemoryError:  # a RuntimeError, too, but no statement about the type
-        raise
-    except RUN_ERRORS:
-        return None
+    for name, dtype in _DTYPES.items():
+        try:
+            found[name] = _product(dtype, where, size)
+        except torch.OutOfMemoryError:  # a RuntimeError, too, but no statement about the type
+            raise
+        except RUN_ERRORS:  # the device has no product of this type
+            continue
+    return found
 
 
 def _product(dtype: torch.dtype, where: torch.device, size: int) -> float:

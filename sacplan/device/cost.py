@@ -32,6 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from sacplan.device import index_kernels, row_kernels  # noqa: F401  (each registers its rules)
@@ -39,6 +40,7 @@ from sacplan.device.devices import DeviceSpec
 from sacplan.device.host_step import copy_ms, update_and_copy_ms
 from sacplan.device.kernel_rates import KINDS
 from sacplan.device.op_kernels import OVERWRITES, Call, Kernel, kernels_of, tensor_bytes
+from sacplan.torch_compat.calls import Call as AnyCall
 from sacplan.torch_compat.host_memory import TO_DEVICE, TO_HOST
 from sacplan.torch_compat.ops import aten_names, op_traits, tensors_in
 
@@ -128,18 +130,13 @@ class CostModel:
 
     def cost(self, call: Call) -> tuple[int, float]:
         """Return (FLOPs, milliseconds) of one call of an op."""
-        func, args, kwargs = call.func, call.args, call.kwargs
-        if is_free(func):
+        if is_free(call.func):
             return 0, 0.0
         # The output is in the key: where its size depends on data, equal arguments may give another one.
-        key = func, signature(args), signature(kwargs), signature(call.returned), _repeats(args)
-        try:
-            known = self._known.get(key)
-        except TypeError:  # an unhashable argument: a symbolic size, a generator's state
-            return self._compute(call)
-        if known is None:
-            known = self._known[key] = self._compute(call)
-        return known
+        key = op_key(call, signature(call.returned), _repeats(call.args))
+        if key not in self._known:
+            self._known[key] = self._compute(call)
+        return self._known[key]
 
     def _compute(self, call: Call) -> tuple[int, float]:
         func, args, count = call.func, call.args, call.flops
@@ -209,7 +206,7 @@ class _Speed:
 
 def _speeds(spec: DeviceSpec) -> dict[str, _Speed]:
     """Return the speeds of all kinds of kernels."""
-    rates = spec.kernel_rates.as_dict()
+    rates = msgspec.structs.asdict(spec.kernel_rates)
     bytes_per_ms = spec.bandwidth_bytes_per_s * spec.bandwidth_efficiency * 1e-3
     found = {}
     for name, kind in KINDS.items():
@@ -238,6 +235,16 @@ def _repeats(args: Sequence[Any]) -> int:
 def _nonzeros(tensor: torch.Tensor) -> int:
     """Return the number of elements that a sparse tensor stores; 0 if it is not sparse, or on the meta device."""
     return tensor._nnz() if "sparse" in str(tensor.layout) and not tensor.is_meta else 0
+
+
+def op_key(call: AnyCall, *more: Any) -> Any:
+    """Return a key that is equal for the same op with equal shapes, strides, dtypes and other arguments."""
+    key = (call.func, signature(call.args), signature(call.kwargs), *more)
+    try:
+        hash(key)
+    except TypeError:  # an unhashable argument, such as a symbolic size, is told apart by its text
+        return repr(key)
+    return key
 
 
 def signature(tree: Any) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from sacplan.device.devices import DeviceSpec, torch_version
+from sacplan.device.devices import DeviceSpec
 from sacplan.device.overrides import fake_kernel, override
 from sacplan.torch_compat.ops import arguments_by_name, run_composite
 
@@ -30,12 +30,12 @@ RELU, TANH, LSTM, GRU = 0, 1, 2, 3
 _KEPT_PER_STEP = {RELU: 1, TANH: 1, LSTM: 6, GRU: 5}
 
 
-def takes_cudnn(spec: DeviceSpec, dtype: torch.dtype, version: tuple[int, int] | None = None) -> bool:
-    """Whether a recurrent layer in ``dtype`` goes to cuDNN (bfloat16 from torch 2.9 and sm80 on)."""
+def takes_cudnn(spec: DeviceSpec, dtype: torch.dtype) -> bool:
+    """Whether a recurrent layer in ``dtype`` goes to cuDNN (bfloat16 from sm80 on)."""
     if spec.capability is None or not torch.backends.cudnn.enabled:
         return False
     if dtype == torch.bfloat16:
-        return spec.capability >= (8, 0) and (torch_version() if version is None else version) >= (2, 9)
+        return spec.capability >= (8, 0)
     return dtype in (torch.float16, torch.float32, torch.float64)
 
 

@@ -398,12 +398,6 @@ class TrainingRun:
         self._has_state = False
         self._evaluation: TrainingRun | None = None
 
-    def _allocate(self, indices: Iterable[int]) -> None:
-        """Allocate blocks, of which none is held."""
-        sizes, streams, allocate = self.changes.sizes, self.changes.streams, self.allocator.allocate
-        for index in indices:
-            self.blocks[index] = allocate(sizes[index], streams.get(index, 0))
-
     def step(self, changes: Changes) -> AllocatorPeaks:
         """Run one step, and return its peaks; with accumulation two micro-steps, of which the last has all alive."""
         if changes.added:
@@ -441,7 +435,7 @@ class TrainingRun:
         last, allocator, blocks = self.changes, self.allocator, self.blocks
         self.changes = changes
         if last is _NOTHING:
-            self._allocate(changes.model)
+            self._change(changes.model)
         kept = frozenset(changes.added.values() if adds else ())
         # Out of the way of the blocks of the same names that this step makes. A step may free its own batch.
         given, gradients, leftover = (
@@ -455,7 +449,7 @@ class TrainingRun:
         held = [blocks.pop(index) for index in last.staying if index in blocks]
         blocks.update(zip(changes.staying, held, strict=False))
         allocator.peak_allocated_bytes = allocator.allocated_bytes
-        self._allocate(changes.given)
+        self._change(changes.given)
         self._free(given)
         if self.zero_grad == "step":
             self._free(gradients)
@@ -468,7 +462,7 @@ class TrainingRun:
         self._change(changes.backward, {} if adds else changes.added)
         if updates:
             if not self._has_state:
-                self._allocate(changes.state)
+                self._change(changes.state)
                 self._has_state = True
             self._change(changes.optimizer)
         else:  # what the passes have made goes all the same, such as the loss

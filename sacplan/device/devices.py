@@ -25,9 +25,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
 from sacplan.core.budget import parse_budget
-from sacplan.core.files import table_of
+from sacplan.core.files import Count, Name, Positive, schema_of, table_of, write
 from sacplan.device import files
+from sacplan.device.files import Duration, Efficiency, Rate
 from sacplan.device.kernel_rates import KernelRates, default_rates
 from sacplan.device.links import LINKS, Link
 from sacplan.errors import BudgetError, DeviceError
@@ -43,8 +46,6 @@ _EFFICIENCIES = ("compute_efficiency", "sustained_share", "bandwidth_efficiency"
 _OF_MACHINE = ("inner_link", "outer_link", "ranks_per_node", "host_link", "host_memory_bytes",
                "host_bandwidth_bytes_per_s")  # fmt: skip
 """What a device has by the machine that it is in."""
-_POSITIVE = ("memory_bytes", "bandwidth_bytes_per_s", "sm_count", "allocation_round_bytes", "ranks_per_node",
-             "host_memory_bytes", "host_bandwidth_bytes_per_s")  # fmt: skip
 WITHOUT_WORKSPACES = " without workspaces"
 """Suffix of a device's name, for a device whose cuBLAS workspaces do not count."""
 
@@ -61,41 +62,41 @@ class DeviceSpec:
     """A device, as far as the kernel table, the allocator and the cost model depend on it.
 
     Raises:
-        DeviceError: a figure that is not positive and finite, or an efficiency outside (0, 1].
+        DeviceError: a figure out of the range that its type states, such as one that is not positive and finite.
     """
 
-    name: str
+    name: Name
     kind: Literal["cpu", "cuda"]
     """``"cuda"`` stands for ROCm devices too, as in torch."""
-    memory_bytes: int
+    memory_bytes: Positive
     """The total that torch reports, in bytes; the CUDA context comes out of it (``outside_allocator.py``)."""
-    bandwidth_bytes_per_s: float
-    flops: Mapping[str, float] = field(hash=False)
+    bandwidth_bytes_per_s: Rate
+    flops: Mapping[Name, Rate] = field(hash=False)
     """Dense peaks in FLOP/s by dtype name: ``float32``, ``tf32``, ``bfloat16``, ``float16``, ``float8``."""
-    capability: tuple[int, int] | None = None
+    capability: tuple[Count, Count] | None = None
     """CUDA compute capability; None on CPUs and on ROCm devices."""
-    sm_count: int = 1
+    sm_count: Positive = 1
     """Streaming multiprocessors, compute units, or cores."""
-    allocation_round_bytes: int = 1
+    allocation_round_bytes: Positive = 1
     """Every allocation counts as a multiple of this: 512 in the CUDA caching allocator, 1 on a CPU."""
-    compute_efficiency: float = 0.7
+    compute_efficiency: Efficiency = 0.7
     """Share of the peak that large matrix products reach. The default is an assumption. Another value scales all
     kernels that are bound by FLOPs."""
-    sustained_share: float = 1.0
+    sustained_share: Efficiency = 1.0
     """Share of that which is left in a step: under long load the clock falls to what the limit of power allows, and
     single products that are timed do not show it."""
-    bandwidth_efficiency: float = 0.8
+    bandwidth_efficiency: Efficiency = 0.8
     """Share of the bandwidth that contiguous elementwise kernels reach. The default is an assumption. Another value
     scales all kernels that are bound by bytes."""
-    kernel_launch_us: float = 3.0
+    kernel_launch_us: Duration = 3.0
     """Time that each kernel takes besides its work, in microseconds. An assumption."""
-    clock_ghz: float | None = None
+    clock_ghz: Rate | None = None
     """Boost clock of the multiprocessors. If it is left out, that of the device of this name in the table, else the one
     that the float32 peak implies. A CPU has none."""
     rates: KernelRates | None = None
     """How kernels of each kind compare with the best ones. If it is left out, the device is not calibrated, and the
     rates are those fitted to published times of several GPUs. A CPU has none: its ops have the plain roofline."""
-    matmul_workspace_bytes: int | None = None
+    matmul_workspace_bytes: Count | None = None
     """Bytes that the matrix library (cuBLAS) keeps for each thread that multiplies. ``profile`` counts them. None:
     torch's default for the architecture and release, see ``library_workspace_bytes``. 0: nothing."""
     inner_link: Link = None  # type: ignore[assignment]
@@ -103,14 +104,14 @@ class DeviceSpec:
     the device of this name in the table, else shared memory on a CPU and PCIe 4.0 elsewhere."""
     outer_link: Link = None  # type: ignore[assignment]
     """The link between nodes, as one rank's share of it. If it is left out: as above, else Ethernet with 10 Gbit/s."""
-    ranks_per_node: int = None  # type: ignore[assignment]
+    ranks_per_node: Positive = None  # type: ignore[assignment]
     """How many ranks share a node. If it is left out: as above, else 8."""
     host_link: Link = None  # type: ignore[assignment]
     """The link between the device and the memory of its host, in one direction. If it is left out: as above, else PCIe
     4.0."""
-    host_memory_bytes: int = None  # type: ignore[assignment]
+    host_memory_bytes: Positive = None  # type: ignore[assignment]
     """The memory of the host, as one device's share of it. If it is left out: as above, else 64 GiB."""
-    host_bandwidth_bytes_per_s: float = None  # type: ignore[assignment]
+    host_bandwidth_bytes_per_s: Rate = None  # type: ignore[assignment]
     """What the memory of one of the host's processors moves, at which an optimizer on the host updates. Up to four
     devices share it. If it is left out: as above, else 100 GB/s."""
     source: str = ""
@@ -125,25 +126,13 @@ class DeviceSpec:
                 object.__setattr__(self, what, found[what])
         if self.kind == "cuda" and self.clock_ghz is None and "float32" in self.flops:
             object.__setattr__(self, "clock_ghz", self._clock_ghz())
-        figures: dict[str, float] = {what: getattr(self, what) for what in _POSITIVE}
-        figures |= {f"flops[{name!r}]": peak for name, peak in self.flops.items()}
-        if self.clock_ghz is not None:
-            figures["clock_ghz"] = self.clock_ghz
-        for what, value in figures.items():
-            if not 0 < value < math.inf:
-                raise DeviceError(
-                    f"DeviceSpec {self.name!r}: {what} must be positive and finite, got {value!r}"
-                )
         if "float32" not in self.flops:
             raise DeviceError(f"DeviceSpec {self.name!r}: flops needs at least a peak for 'float32'")
-        for what in _EFFICIENCIES:
-            if not 0 < getattr(self, what) <= 1:
-                raise DeviceError(
-                    f"DeviceSpec {self.name!r}: {what} must lie in (0, 1], got {getattr(self, what)!r}"
-                )
-        for what in ("kernel_launch_us", "matmul_workspace_bytes"):
-            if (getattr(self, what) or 0) < 0:
-                raise DeviceError(f"DeviceSpec {self.name!r}: {what} is negative")
+        try:
+            given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+            msgspec.convert(given, device_fields())
+        except msgspec.ValidationError as error:
+            raise DeviceError(f"DeviceSpec {self.name!r}: {error}") from error
         if self.kind == "cuda" and self.rates is None:
             bytes_per_cycle = self.bandwidth_bytes_per_s / self.cycles_per_s
             object.__setattr__(self, "rates", default_rates(self.capability, bytes_per_cycle))
@@ -240,7 +229,8 @@ class DeviceSpec:
 
     def save(self, path: str | Path) -> None:
         """Write to a file (JSON, see ``docs/files.md``; compressed where the name ends in ``.gz``)."""
-        files.save(path, dataclasses.asdict(self))
+        spec = msgspec.to_builtins(self)
+        write(path, {"what": "device", "schema_version": files.SCHEMA_VERSION, "spec": spec})
 
     @classmethod
     def load(cls, path: str | Path) -> DeviceSpec:
@@ -249,11 +239,22 @@ class DeviceSpec:
         Raises:
             DeviceError: the file is something else, damaged, or has figures that no device has.
         """
-        fields = files.load(path)
+        fields = files.load(path, device_fields())
         try:
             return cls(**fields)
         except DeviceError as error:
             raise DeviceError(f"{path}: {error}.") from error
+
+
+@functools.cache
+def device_fields() -> type[msgspec.Struct]:
+    """Return the types of a device's fields, by which one that is made and one that is read are checked."""
+    return files.fields_of(DeviceSpec)
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of files of devices."""
+    return schema_of(files.file_of(device_fields()), "A device of sacplan")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,18 +1,18 @@
-"""Devices as files: JSON that people may write too, checked against types when it is read."""
+"""Devices as files: JSON that people may write too, checked against types when it is read.
+
+What a file may hold follows from the fields of ``DeviceSpec``: the same types check one that is made in Python.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from sacplan.core import files
-from sacplan.core.files import Count, Name, Positive
-from sacplan.device.kernel_rates import KernelRates
-from sacplan.device.links import Link
 from sacplan.errors import DeviceError
 
 SCHEMA_VERSION = 1
@@ -22,73 +22,36 @@ Duration = Annotated[float, Meta(ge=0, le=1e30)]
 Efficiency = Annotated[float, Meta(gt=0, le=1)]
 
 
-class LinkFields(Struct, frozen=True, forbid_unknown_fields=True):
-    """A link between ranks, see ``sacplan.Link``."""
-
-    name: str
-    bandwidth_bytes_per_s: Rate
-    latency_s: Duration
-
-
-class DeviceFields(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The figures of a device, see ``sacplan.DeviceSpec``, which also has the defaults of those left out."""
-
-    name: Name
-    kind: Literal["cpu", "cuda"]
-    memory_bytes: Positive
-    bandwidth_bytes_per_s: Rate
-    flops: Mapping[Name, Rate]
-    capability: tuple[Count, Count] | UnsetType | None = UNSET
-    sm_count: Positive | UnsetType = UNSET
-    allocation_round_bytes: Positive | UnsetType = UNSET
-    compute_efficiency: Efficiency | UnsetType = UNSET
-    sustained_share: Efficiency | UnsetType = UNSET
-    bandwidth_efficiency: Efficiency | UnsetType = UNSET
-    kernel_launch_us: Duration | UnsetType = UNSET
-    clock_ghz: Rate | UnsetType | None = UNSET
-    rates: Mapping[Name, Rate] | UnsetType | None = UNSET
-    matmul_workspace_bytes: Count | UnsetType | None = UNSET
-    inner_link: LinkFields | UnsetType = UNSET
-    outer_link: LinkFields | UnsetType = UNSET
-    ranks_per_node: Positive | UnsetType = UNSET
-    host_link: LinkFields | UnsetType = UNSET
-    host_memory_bytes: Positive | UnsetType = UNSET
-    host_bandwidth_bytes_per_s: Rate | UnsetType = UNSET
-    source: str | UnsetType = UNSET
+def fields_of(spec: type) -> type[Struct]:
+    """Return the struct of a file's fields, made of the fields of a dataclass: those with a default may be left out."""
+    hints = get_type_hints(spec, include_extras=True)
+    fields = [
+        (f.name, hints[f.name])
+        if f.default is dataclasses.MISSING
+        else (f.name, hints[f.name] | UnsetType, UNSET)
+        for f in dataclasses.fields(spec)
+    ]
+    doc = (
+        "The figures of a device, see ``sacplan.DeviceSpec``, which also has the defaults of those left out."
+    )
+    return msgspec.defstruct(
+        "DeviceFields", fields, namespace={"__doc__": doc}, kw_only=True, forbid_unknown_fields=True
+    )
 
 
-class DeviceFile(Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of a device."""
-
-    what: Literal["device"]
-    schema_version: Literal[1]
-    spec: DeviceFields
-
-
-def save(path: str | Path, fields: Mapping[str, Any]) -> None:
-    """Write the fields of a device; compressed where the name ends in ``.gz``."""
-    files.write(path, {"what": "device", "schema_version": SCHEMA_VERSION, "spec": fields})
+def file_of(fields: type[Struct]) -> type[Struct]:
+    """Return the struct of a whole file of a device."""
+    head = [("what", Literal["device"]), ("schema_version", Literal[1]), ("spec", fields)]
+    return msgspec.defstruct(
+        "DeviceFile", head, namespace={"__doc__": "A file of a device."}, forbid_unknown_fields=True
+    )
 
 
-def load(path: str | Path) -> dict[str, Any]:
+def load(path: str | Path, fields: type[Struct]) -> dict[str, Any]:
     """Return the fields of a device that the file states.
 
     Raises:
         DeviceError: the file is damaged, of another version, or holds something else.
     """
-    spec = files.load(path, DeviceFile, "device", SCHEMA_VERSION, DeviceError).spec
-    given = {name: value for name in spec.__struct_fields__ if (value := getattr(spec, name)) is not UNSET}
-    links = {
-        name: Link(**msgspec.structs.asdict(v)) for name, v in given.items() if isinstance(v, LinkFields)
-    }
-    if given.get("rates") is not None:
-        try:
-            given["rates"] = KernelRates.of(given["rates"])
-        except DeviceError as error:
-            raise DeviceError(f"{path}: {error}.") from error
-    return {**given, **links}
-
-
-def schema() -> dict[str, Any]:
-    """The JSON schema of these files."""
-    return files.schema_of(DeviceFile, "A device of sacplan")
+    spec = files.load(path, file_of(fields), "device", SCHEMA_VERSION, DeviceError).spec  # type: ignore[attr-defined]
+    return {name: value for name in spec.__struct_fields__ if (value := getattr(spec, name)) is not UNSET}

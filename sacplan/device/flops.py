@@ -92,17 +92,17 @@ def _convolution_backward(a: Arguments) -> int:
     return int(2 * result.numel() * math.prod(a["weight"].shape[1:]) * sum(a["output_mask"][:2]))
 
 
-@flops("torch_nn::_linear_cross_entropy_batch_chunked")
+@flops(
+    "torch_nn::_linear_cross_entropy_batch_chunked",
+    "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction",
+)
 def _chunked_loss(a: Arguments) -> int:
-    """``F.linear_cross_entropy`` takes the gradients in its forward pass: a product for each, and the logits."""
-    gradients = bool(a["compute_input_grad"]) + bool(a["compute_linear_weight_grad"])
+    """``F.linear_cross_entropy`` takes the gradients in its forward pass: a product for each, and the logits.
+
+    Without a reduction there are the logits alone, and the backward pass is seen op by op.
+    """
+    gradients = bool(a.get("compute_input_grad")) + bool(a.get("compute_linear_weight_grad"))
     return int(2 * a["input"].numel() * a["linear_weight"].shape[0] * (1 + gradients))
-
-
-@flops("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction")
-def _chunked_losses(a: Arguments) -> int:
-    """The logits alone; the backward pass is seen op by op."""
-    return int(2 * a["input"].numel() * a["linear_weight"].shape[0])
 
 
 @flops("aten::_cudnn_rnn_backward")

@@ -24,7 +24,7 @@ def _gather(call: Call) -> tuple[Kernel, ...]:
 """))  # fmt: skip
 def _scatter(call: Call) -> tuple[Kernel, ...]:
     """A copy of the whole tensor, out of place, and then one element at a time: read, add, write."""
-    source = list(tensors_in((call.args[1:], call.kwargs)))
+    source = tensors_in((call.args[1:], call.kwargs))
     elements = max((t.numel() for t in source), default=0)
     size = call.writes[0].element_size() if call.writes else 0
     last = Kernel("gather", 3 * elements * size + _index_bytes(call), elements)

@@ -26,18 +26,18 @@ Where the figures come from:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from sacplan.core.files import table_of
 from sacplan.errors import DeviceError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelRates:
+class KernelRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Figures of kernels by kind, see ``sacplan/device/kernel_rates.py`` for the formula and for where they come from.
 
     Raises:
@@ -108,29 +108,12 @@ class KernelRates:
 
     def __post_init__(self) -> None:
         # With 0 or infinity a kernel would take no time, or forever. NaN is refused, too: it compares as False.
-        for name, value in self.as_dict().items():
+        for name, value in msgspec.structs.asdict(self).items():
             if not 0 < value < math.inf:
                 raise DeviceError(f"KernelRates: {name} must be positive and finite, got {value!r}")
 
-    def as_dict(self) -> dict[str, float]:
-        """Return the figures by name."""
-        return {name: getattr(self, name) for name in FIGURES}
 
-    @classmethod
-    def of(cls, figures: Mapping[str, float]) -> KernelRates:
-        """Return rates with these figures. Those that are left out have their defaults.
-
-        Raises:
-            DeviceError: a name that no figure has, or a value that none can have.
-        """
-        if unknown := figures.keys() - set(FIGURES):
-            raise DeviceError(
-                f"KernelRates: unknown {', '.join(sorted(unknown))}; the figures are {', '.join(FIGURES)}"
-            )
-        return cls(**figures)
-
-
-FIGURES = tuple(f.name for f in dataclasses.fields(KernelRates))
+FIGURES = KernelRates.__struct_fields__
 """The names of the figures."""
 
 HOPPER = KernelRates(flash_attention=0.53, flash_attention_backward=0.46)
@@ -153,7 +136,7 @@ def default_rates(capability: tuple[int, int] | None, bytes_per_cycle: float) ->
     rates = HOPPER if capability is not None and (9, 0) <= capability < (12, 0) else KernelRates()
     more = max(1.0, FITTED_BYTES_PER_CYCLE / bytes_per_cycle)
     shares = {name: min(1.0, more * getattr(rates, name)) for name in _ASK_FOR_TOO_FEW}
-    return dataclasses.replace(rates, **shares)
+    return msgspec.structs.replace(rates, **shares)
 
 
 @dataclass(frozen=True, slots=True)

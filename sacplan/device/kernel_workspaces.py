@@ -59,13 +59,9 @@ def _ceil_to(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _copy_to_bshd(tensor: torch.Tensor) -> int:
     """Return the bytes of the copy that a [B, H, S, D] tensor needs, 0 if it lies in memory as [B, S, H, D]."""
-    return 0 if tensor.transpose(1, 2).is_contiguous() else _nbytes(tensor)
+    return 0 if tensor.transpose(1, 2).is_contiguous() else tensor.nbytes
 
 
 @workspace("aten::_scaled_dot_product_flash_attention_backward")
@@ -153,20 +149,20 @@ def _embedding_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     segments, size = min(count, rows), indices.element_size()
     partial_rows = count // 10 + segments
     buffers = (count, count, count, segments, segments, partial_rows)
-    copy = 0 if grad_out.is_contiguous() else _nbytes(grad_out)
+    copy = 0 if grad_out.is_contiguous() else grad_out.nbytes
     return (*(size * n for n in buffers), 4 * partial_rows * grad_out.shape[-1], copy)
 
 
 @workspace("aten::native_layer_norm", "aten::_fused_rms_norm")
 def _norm(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     """A copy of an input that is not contiguous (``layer_norm_kernel.cu``)."""
-    return (0 if a["input"].is_contiguous() else _nbytes(a["input"]),)
+    return (0 if a["input"].is_contiguous() else a["input"].nbytes,)
 
 
 @workspace("aten::native_layer_norm_backward", "aten::_fused_rms_norm_backward")
 def _norm_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     """Copies of input and gradient where they are not contiguous."""
-    return [_nbytes(t) for t in (a["grad_out"], a["input"]) if not t.is_contiguous()]
+    return [t.nbytes for t in (a["grad_out"], a["input"]) if not t.is_contiguous()]
 
 
 def _wide(x: torch.Tensor) -> int:
@@ -200,13 +196,13 @@ def reduction_workspace_bytes(
 @workspace("aten::logsumexp", "aten::multinomial")
 def _as_large_as_the_input(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     """The exponentials of the input, or random numbers for each of its elements."""
-    return (_nbytes(a["self"]),)
+    return (a["self"].nbytes,)
 
 
 @workspace("aten::_softmax_backward_data")
 def _softmax_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     """Gradient times output (``SoftMax.cu``). The gradient of log-softmax needs no such product."""
-    return (a["grad_output"].numel() * a["grad_output"].element_size(),)
+    return (a["grad_output"].nbytes,)
 
 
 @workspace("aten::native_group_norm")
@@ -269,7 +265,7 @@ def _convolution(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
         for t in (a["input"], a["weight"])
     )
     memory_format = torch.channels_last if last else torch.contiguous_format
-    copies = [_nbytes(t) for t in tensors if not t.is_contiguous(memory_format=memory_format)]
+    copies = [t.nbytes for t in tensors if not t.is_contiguous(memory_format=memory_format)]
     return [*copies, *_cudnn_convolution(a, last)]
 
 
@@ -299,4 +295,4 @@ def _cudnn_convolution(a: Arguments, channels_last: bool) -> Sequence[int]:
     if area == 1 and set(a["stride"]) == {1} and pixels % _WITHOUT_COPIES[backward] == 0:
         return (4 * batch * weight.numel(),) if backward else ()
     out = a["grad_output"] if backward else a[OUTPUTS]
-    return copied, _nbytes(out), weights if area > 1 else 0
+    return copied, out.nbytes, weights if area > 1 else 0

@@ -47,7 +47,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from sacplan.device import attention, autocast, cudnn_rnn  # noqa: F401  (each registers its overrides)
 from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
 from sacplan.device.foreach import foreach_by_default
-from sacplan.device.layouts import elementwise_kernels, kernels_for, quick_kernels
+from sacplan.device.layouts import elementwise_kernels, kernels_for
 from sacplan.device.overrides import fake_kernel, override
 from sacplan.torch_compat.fake_kernels import FakeKernel, fake_kernels, forget_kernels
 from sacplan.torch_compat.fake_tensors import active_fake_mode, make_fake_zeros_ordinary
@@ -71,25 +71,20 @@ make_fake_zeros_ordinary(lambda: active_device() is not None)
 
 def active_cuda() -> DeviceSpec | None:
     """Return the GPU whose kernels are emulated in this thread; None outside, and where a CPU's are."""
+    return _active_of("cuda")
+
+
+def _active_cpu() -> DeviceSpec | None:
+    return _active_of("cpu")
+
+
+def _active_of(kind: str) -> DeviceSpec | None:
     spec = active_device()
-    return spec if spec is not None and spec.kind == "cuda" else None
-
-
-def _is_any() -> bool:
-    return active_device() is not None
-
-
-def _is_cpu() -> bool:
-    spec = active_device()
-    return spec is not None and spec.kind == "cpu"
-
-
-def _is_active() -> bool:
-    return active_cuda() is not None
+    return spec if spec is not None and spec.kind == kind else None
 
 
 def _is_emulated(args: Any) -> bool:
-    return _is_active() and any(map(_is_fake, tensors_in(args)))
+    return active_cuda() is not None and any(map(_is_fake, tensors_in(args)))
 
 
 def _is_fake(tensor: Any) -> bool:
@@ -112,7 +107,7 @@ def _overridden(op: torch._ops.OpOverload, kernel: Callable[..., Any]) -> Callab
 
 
 @functools.cache  # the same one at each registration, so that ``entered_kernels`` are equal
-def _where(is_active: Callable[[], bool], kernel: FakeKernel) -> FakeKernel:
+def _where(is_active: Callable[[], object], kernel: FakeKernel) -> FakeKernel:
     def fake(*args: Any, **kwargs: Any) -> Any:
         return kernel(*args, **kwargs) if is_active() else NotImplemented
 
@@ -121,12 +116,11 @@ def _where(is_active: Callable[[], bool], kernel: FakeKernel) -> FakeKernel:
 
 def _register_layouts(stack: ExitStack) -> None:
     # The kernels that are entered last are asked first. So those for sizes of 1 come before a CPU's own, and these
-    # before those for every device. Those that are only quick come first, and leave what is not plain to the others.
+    # before those for every device.
     for is_active, table in (
-        (_is_any, kernels_for("all devices")),
-        (_is_cpu, kernels_for("CPU")),
-        (_is_any, elementwise_kernels()),
-        (_is_any, quick_kernels()),
+        (active_device, kernels_for("all devices")),
+        (_active_cpu, kernels_for("CPU")),
+        (active_device, elementwise_kernels()),
     ):
         stack.enter_context(fake_kernels({op: _where(is_active, kernel) for op, kernel in table.items()}))
 
@@ -144,9 +138,11 @@ def _register_cuda_kernels(stack: ExitStack) -> None:
         # Some ops have a kernel of torch's own for autocast, which is back when the library is destroyed.
         warnings.filterwarnings("ignore", message="[\\s\\S]*[Oo]verriding a previously registered kernel")
         autocast.register(library, _is_emulated)
-    stack.enter_context(fake_kernels({op: _where(_is_active, kernel) for op, kernel in fake_kernel.items()}))
-    stack.enter_context(autocast.cuda_autocast_on_cpu(_is_active))
-    stack.enter_context(foreach_by_default(lambda: _is_active() and active_fake_mode() is not None))
+    stack.enter_context(fake_kernels({op: _where(active_cuda, kernel) for op, kernel in fake_kernel.items()}))
+    stack.enter_context(autocast.cuda_autocast_on_cpu(active_cuda))
+    stack.enter_context(
+        foreach_by_default(lambda: active_cuda() is not None and active_fake_mode() is not None)
+    )
 
 
 class _Registration:

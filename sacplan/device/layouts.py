@@ -18,17 +18,12 @@ view and ``empty_like`` has the strides of C++ for such sizes: ``elementwise_ker
 **Formulas that were never right**, for ops that are not structured. Each has a rule below, which is read from code that
 all devices run, or from a CPU's kernel: of the others nothing is known there.
 
-**Formulas that are right and slow** have a quick answer here, the same as torch's own, where tensors are contiguous
-(``quick_kernels``): torch derives the gradients of a norm op by op, which takes milliseconds for each size of a slice.
-
-``layouts.csv`` lists the ops with their rules, all but those of elementwise ops, which are the same for each, and the
-quick ones.
+``layouts.csv`` lists the ops with their rules, all but those of elementwise ops, which are the same for each.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,16 +81,16 @@ def elementwise_kernels() -> dict[Any, FakeKernel]:
 
 
 def _elementwise_in_cpp(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-    operands = list(tensors_in((args, kwargs)))
+    operands = tensors_in((args, kwargs))
     # Without a size of 1 torch's own formula is right. Where it would say the same, C++ is still several times as fast.
     # For copied operands see ``_copied_first``.
-    if _are_plain(*operands) or (any(1 in t.shape for t in operands) and not _copied_first(operands)):
+    if _are_plain(operands) or (any(1 in t.shape for t in operands) and not _copied_first(operands)):
         return run_in_cpp(mode, func, args, kwargs)
     return NotImplemented
 
 
 def _kernel_where_a_size_is_one(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-    operands = list(tensors_in((args, kwargs)))
+    operands = tensors_in((args, kwargs))
     if not any(1 in t.shape for t in operands) or _copied_first(operands):
         return NotImplemented
     own = torchs_own_fake(mode, func, args, kwargs)
@@ -123,80 +118,13 @@ def _copied_first(operands: Sequence[torch.Tensor]) -> bool:
     return mixed and any(s == 0 and n > 1 for t in operands for n, s in zip(t.shape, t.stride(), strict=True))
 
 
-# --- formulas that are right and slow --------------------------------------------------------------------
-
-
-def _are_plain(*tensors: torch.Tensor | None) -> bool:
+def _are_plain(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all are contiguous, of one floating type, and without a size of 1 or 0: their layout is their shape."""
-    given = [t for t in tensors if t is not None]
     return (
-        len({t.dtype for t in given}) == 1
-        and given[0].is_floating_point()
-        and all(t.is_contiguous() and t.shape and min(t.shape) > 1 for t in given)
+        len({t.dtype for t in tensors}) == 1
+        and tensors[0].is_floating_point()
+        and all(t.is_contiguous() and t.shape and min(t.shape) > 1 for t in tensors)
     )
-
-
-def _new(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    return fake_empty_strided(mode, shape, strides, dtype)
-
-
-def _plain_product(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-    return run_in_cpp(mode, func, args, kwargs) if _are_plain(*tensors_in(args)) else NotImplemented
-
-
-def _product_into_itself(
-    mode: FakeTensorMode, func: Any, self: Any, mat1: Any, mat2: Any, *, out: Any, **scales: Any
-) -> Any:
-    """Return ``out``, which is the summand, so that it has the size of the result."""
-    if out is not self or not _are_plain(self, mat1, mat2) or not self.dim() == mat1.dim() == mat2.dim() == 2:
-        return NotImplemented
-    (rows, inner), (columns, width) = mat1.shape, mat2.shape
-    return out if inner == columns and tuple(out.shape) == (rows, width) else NotImplemented
-
-
-def _plain_layer_norm(
-    mode: FakeTensorMode, func: Any, input: Any, shape: Any, weight: Any, bias: Any, eps: float
-) -> Any:
-    inner = tuple(input.shape[-len(shape) :])
-    if not _are_plain(input, weight, bias) or not _have_shape(tuple(shape), inner, weight, bias):
-        return NotImplemented  # torch's own says what is wrong, or promotes the types
-    stats = (*input.shape[: -len(shape)], *(1,) * len(shape))
-    return tuple(_new(mode, size, input.dtype) for size in (input.shape, stats, stats))
-
-
-def _plain_layer_norm_backward(mode: FakeTensorMode, func: Any, *args: Any) -> Any:
-    grad_out, input, shape, mean, rstd, weight, bias, output_mask = args
-    inner = tuple(input.shape[-len(shape) :])
-    stats = (*input.shape[: -len(shape)], *(1,) * len(shape))
-    if (
-        not _are_plain(grad_out, input, weight, bias)
-        or grad_out.shape != input.shape
-        or not _have_shape(tuple(shape), inner, weight, bias)
-        or not _have_shape(stats, stats, mean, rstd)
-    ):
-        return NotImplemented
-    return tuple(
-        _new(mode, t.shape, t.dtype) if wanted and t is not None else None
-        for t, wanted in zip((input, weight, bias), output_mask, strict=True)
-    )
-
-
-def _have_shape(shape: tuple[int, ...], expected: tuple[int, ...], *tensors: torch.Tensor | None) -> bool:
-    return shape == expected and all(t is None or tuple(t.shape) == shape for t in tensors)
-
-
-def quick_kernels() -> dict[Any, FakeKernel]:
-    """Return the fake kernels that give torch's own answers sooner, by op.
-
-    They come before the other rules of this module. What is different on CUDA comes before them (``overrides.py``).
-    """
-    return {
-        aten.addmm.default: _plain_product,
-        aten.addmm.out: _product_into_itself,
-        aten.native_layer_norm.default: _plain_layer_norm,
-        aten.native_layer_norm_backward.default: _plain_layer_norm_backward,
-    }
 
 
 def rule_of(func: Any) -> str | None:

@@ -17,15 +17,16 @@ for a network. Links of a CPU are assumed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from sacplan.core.files import table_of
+from sacplan.device.files import Duration, Rate
 from sacplan.errors import DeviceError
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The link by which one rank reaches others.
 
     Attributes:
@@ -38,8 +39,8 @@ class Link:
     """
 
     name: str
-    bandwidth_bytes_per_s: float
-    latency_s: float
+    bandwidth_bytes_per_s: Rate
+    latency_s: Duration
 
     def __post_init__(self) -> None:
         if not self.bandwidth_bytes_per_s > 0:

@@ -33,6 +33,7 @@ import torch
 from sacplan.device.flops import op_flops
 from sacplan.torch_compat.calls import Call as AnyCall
 from sacplan.torch_compat.ops import RuleTable, aten_names, op_traits, tensors_in
+from sacplan.torch_compat.private import is_dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +79,12 @@ class Call(AnyCall):
         """The tensors that it writes."""
         # An op that writes in place may return nothing (``_foreach_add_``): what it wrote is among its arguments.
         written = op_traits(self.func).written(self.args, self.kwargs)
-        return list(tensors_in(self.returned)) or list(tensors_in(written))
+        return tensors_in(self.returned) or tensors_in(written)
 
     @cached_property
     def reads(self) -> list[torch.Tensor]:
         """The tensors that it reads, each once, even if it is given twice."""
-        given = list(tensors_in(self.args[1:] if self.func._schema.name in OVERWRITES else self.args))
+        given = tensors_in(self.args[1:] if self.func._schema.name in OVERWRITES else self.args)
         outs = op_traits(self.func).written_names
         given += [t for key, value in self.kwargs.items() if key not in outs for t in tensors_in(value)]
         return list({id(t): t for t in given}.values())
@@ -165,8 +166,10 @@ def lie_alike(operands: Sequence[torch.Tensor], elements: int) -> bool:
         return False
     if all(t.is_contiguous() for t in operands):
         return True
-    first = _laid_out(operands[0])
-    return _is_dense(first) and all(_laid_out(t) == first for t in operands[1:])
+    first = operands[0]
+    return is_dense(first.shape, first.stride()) and all(
+        _laid_out(t) == _laid_out(first) for t in operands[1:]
+    )
 
 
 def _is_one_value(tensor: torch.Tensor) -> bool:
@@ -176,15 +179,6 @@ def _is_one_value(tensor: torch.Tensor) -> bool:
 def _laid_out(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """Return sizes and strides of the dimensions, without those of size 1, whose strides mean nothing."""
     return [(n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
-
-
-def _is_dense(dimensions: list[tuple[int, int]]) -> bool:
-    expected = 1
-    for size, stride in sorted(dimensions, key=lambda d: d[1]):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 _VECTORIZED_CASTS = {(torch.float32, torch.bfloat16), (torch.float32, torch.float16)}

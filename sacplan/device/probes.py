@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import torch
 
 from sacplan.device.cost import CostModel
@@ -80,7 +81,7 @@ def measured_rates(
         except RUN_ERRORS:
             continue
         value = _solved(probe, out, seconds, CostModel(spec))
-        spec = replace(spec, rates=replace(spec.kernel_rates, **{probe.figure: value}))
+        spec = replace(spec, rates=msgspec.structs.replace(spec.kernel_rates, **{probe.figure: value}))
         measured.append(probe.figure)
     return spec.kernel_rates, tuple(measured)
 

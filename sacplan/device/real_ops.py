@@ -30,7 +30,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
-from sacplan.device.cost import signature
 from sacplan.torch_compat.autograd import why_no_hooks
 from sacplan.torch_compat.calls import Call
 from sacplan.torch_compat.ops import op_traits
@@ -60,17 +59,6 @@ def outside_of_the_trace(device: torch.device) -> Iterator[None]:
         else nullcontext(),
     ):
         yield
-
-
-def op_key(call: Call) -> Any:
-    """Return a key that is equal for the same op with equal shapes, strides, dtypes and other arguments."""
-    # An argument that cannot be hashed is told apart by its text.
-    key = (call.func, signature(call.args), signature(call.kwargs) if call.kwargs else None)
-    try:
-        hash(key)
-    except TypeError:  # an unhashable argument
-        return repr(key)
-    return key
 
 
 # ---------------------------------------------------------------------------------------------------------

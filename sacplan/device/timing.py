@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
-from sacplan.device.cost import CostModel, is_free, tf32_allowed
+from sacplan.device.cost import CostModel, is_free, op_key, tf32_allowed
 from sacplan.device.devices import WITHOUT_WORKSPACES, DeviceSpec, resolve_device
 from sacplan.device.op_kernels import Call
-from sacplan.device.real_ops import RUN_ERRORS, UNKNOWN_LAYOUT, first_line, op_key, run_for_real
+from sacplan.device.real_ops import RUN_ERRORS, UNKNOWN_LAYOUT, first_line, run_for_real
 from sacplan.errors import DeviceError, SacplanError
 
 _BUDGET_S = (

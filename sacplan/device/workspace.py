@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from sacplan.device.cost import is_free
+from sacplan.device.cost import is_free, op_key
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.kernel_workspaces import kernel_workspace_bytes
-from sacplan.device.real_ops import RUN_ERRORS, RealOp, first_line, op_key, run_for_real
+from sacplan.device.real_ops import RUN_ERRORS, RealOp, first_line, run_for_real
 from sacplan.errors import TraceError
 from sacplan.torch_compat.allocations import allocation_deltas, profiler_is_on
 from sacplan.torch_compat.autograd import autograd_as_outside
@@ -139,7 +139,7 @@ def measured_formula_bytes(call: Call) -> tuple[int, int] | None:
 
 def _inside_the_formula(op: RealOp, wanted: Sequence[int]) -> tuple[int, int]:
     # The graph is made once and run backward twice: what the forward pass allocates must not be in the figures.
-    given = list(tensors_in((op.args, op.kwargs)))
+    given = tensors_in((op.args, op.kwargs))
     leaves = [given[i].requires_grad_() for i in wanted]
     with autograd_as_outside():
         outputs = [t for t in tensors_in(op()) if t.requires_grad]
@@ -192,7 +192,7 @@ def _number_bytes(call: Call) -> int:
     func = call.func
     if torch.Tag.pointwise not in func.tags:
         return 0
-    result = next(tensors_in(call.returned), None)
+    result = next(iter(tensors_in(call.returned)), None)
     operand = "scalar" in func._overloadname.lower() and func.name() not in _TAKES_NUMBERS_AS_THEY_ARE
     found = 0
     for argument, value in zip(func._schema.arguments, call.args, strict=False):

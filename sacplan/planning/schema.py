@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from sacplan.core import files
-from sacplan.device import files as device_files
+from sacplan.device import devices
+from sacplan.device.files import SCHEMA_VERSION as DEVICE_VERSION
 from sacplan.planning.plan import SCHEMA_VERSION, PlanFile
 from sacplan.profiling import files as profile_files
 
@@ -26,7 +27,7 @@ def schemas() -> dict[Path, dict[str, Any]]:
     return {
         PATH: plan_schema(),
         files.schema_path("profile", profile_files.SCHEMA_VERSION): profile_files.schema(),
-        files.schema_path("device", device_files.SCHEMA_VERSION): device_files.schema(),
+        files.schema_path("device", DEVICE_VERSION): devices.schema(),
     }
 
 

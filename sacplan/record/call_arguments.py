@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sacplan.torch_compat.ops import tensor_list
+from sacplan.torch_compat.ops import tensors_in
 from sacplan.torch_compat.private import is_plain, strided_parts
 
 _NAMED = {
@@ -22,7 +22,7 @@ _NAMED = {
 def plain_tensors(*values: Any) -> list[torch.Tensor]:
     """Return the tensors that have a storage: plain ones, the local parts of others, the parts of sparse ones."""
     found: list[torch.Tensor] = []
-    for t in tensor_list(*values):
+    for t in tensors_in(values):
         if is_plain(t):
             found.append(t)
         else:

@@ -80,13 +80,11 @@ class FakeCopier:
         )
         if new and self._rules is not None:
             self._rules.learn(fake, t, self._rests_on)
-        if isinstance(t, torch.nn.Parameter):
-            fake.requires_grad_(t.requires_grad)
-            fake._is_param = True  # what makes a tensor of another class than torch.Tensor a Parameter
-        elif isinstance(t, torch.nn.Buffer):
+        if isinstance(t, torch.nn.Buffer):
             fake = torch.nn.Buffer(fake)
-        else:
-            fake.requires_grad_(t.requires_grad)
+        fake.requires_grad_(t.requires_grad)
+        if isinstance(t, torch.nn.Parameter):
+            fake._is_param = True  # what makes a tensor of another class than torch.Tensor a Parameter
         self.memo[id(t)] = fake
         return fake
 
@@ -98,7 +96,7 @@ class FakeCopier:
             local = self.tensor(local_part(t))
         finally:
             self._rules = rules
-        fake: torch.Tensor = wrapping_of(t).around(local).requires_grad_(t.requires_grad)
+        fake: torch.Tensor = wrapping_of(t)(local).requires_grad_(t.requires_grad)
         if trained:
             fake._is_param = True
         self.memo[id(t)] = fake

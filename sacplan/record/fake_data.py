@@ -213,7 +213,7 @@ class DataRules(KnownValues, Watching):
             self._follow_write(func, traits, args, kwargs)
             return
         # A tensor on an input's storage is a view, or the input itself, and needs no values of its own.
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = tensors_in((args, kwargs))
         own = {storage_key(t.untyped_storage()) for t in inputs}
         fresh = [
             t
@@ -228,7 +228,7 @@ class DataRules(KnownValues, Watching):
         fresh = [t for t in fresh if self.follows(t)]
         if not fresh:
             return  # a view, whose storage is known, or not; or too large to follow
-        known = (of_parameters or PARAMETERS not in resting_on) and self._values(inputs) is not None
+        known = (of_parameters or PARAMETERS not in resting_on) and self._are_known(inputs)
         decide = None if of_parameters else assume.get(func)
         values: Any
         is_exchanged = is_between_ranks(func)
@@ -244,7 +244,7 @@ class DataRules(KnownValues, Watching):
             result = self.run_on_values(func, args, kwargs, inputs)
             values = None if result is NO_ANSWER else tuple(tensors_in(result))
             rules = self.rules_of(inputs)
-        outputs = list(tensors_in(out))
+        outputs = tensors_in(out)
         if values is None or len(values) != len(outputs):
             return  # a real kernel may give None where the fake one gives a tensor
         for fake, value in zip(outputs, values, strict=True):
@@ -285,7 +285,7 @@ class DataRules(KnownValues, Watching):
                 for t in targets:
                     self._forget(t)
             return
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = tensors_in((args, kwargs))
         rules = self.rules_of(inputs)
         own = [k for k in known if PARAMETERS in k.rules]
         follows = not own or all(map(self.follows, targets))
@@ -329,7 +329,9 @@ class _PythonValues(TorchFunctionMode):
         if func in _MAKES_OF_NUMBERS and args and isinstance(args[0], (list, tuple)):
             return func(_as_numbers(args[0]), *args[1:], **kwargs)
         if func in _INDEXES and type(args[1]) is tuple:
-            return func(args[0], _index_of_numbers(args[1]), *args[2:], **kwargs)
+            # Sequences of tensors in ``x[rows, columns]``: PyTorch reads these, and makes an index of them.
+            index = tuple(_as_numbers(i) if isinstance(i, (list, tuple)) else i for i in args[1])
+            return func(args[0], index, *args[2:], **kwargs)
         if func in _GIVES_ARRAY and isinstance(args[0], FakeTensor):
             array = self._array(func, args[0])
             dtype = args[1] if len(args) > 1 else kwargs.get("dtype")
@@ -370,8 +372,3 @@ def _as_numbers(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and any(isinstance(v, (FakeTensor, list, tuple)) for v in value):
         return [_as_numbers(v) for v in value]
     return value
-
-
-def _index_of_numbers(index: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace sequences of tensors in ``x[rows, columns]``: PyTorch reads these, and makes an index of them."""
-    return tuple(_as_numbers(i) if isinstance(i, (list, tuple)) else i for i in index)

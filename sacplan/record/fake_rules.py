@@ -76,7 +76,7 @@ def needs_an_answer(func: Any) -> bool:
 
 def answer_if_known(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
     """Answer an op with the values of its inputs, if all are known."""
-    inputs = list(tensors_in((args, kwargs)))
+    inputs = tensors_in((args, kwargs))
     out = values.run_on_values(func, args, kwargs, inputs)
     if out is NO_ANSWER:
         return NO_ANSWER

@@ -269,14 +269,8 @@ class KnownValues:
             return t.numel() <= self._max_floats
         return t.numel() * t.element_size() <= MAX_INTEGER_BYTES
 
-    def _values(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
-        values = []
-        for t in tensors:
-            value = self.value(t)
-            if value is None:
-                return None
-            values.append(value)
-        return values
+    def _are_known(self, tensors: Iterable[torch.Tensor]) -> bool:
+        return all(self.value(t) is not None for t in tensors)
 
     def run_on_values(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
         """Run an op on known values; ``NO_ANSWER`` where one of them is not known, or the op fails.
@@ -284,7 +278,7 @@ class KnownValues:
         An op may fail for good reasons: it has no CPU kernel, or is one of a fake step only. Its result then is not
         known, as if an input were not.
         """
-        if self._values(inputs) is None:
+        if not self._are_known(inputs):
             return NO_ANSWER
         real_args, real_kwargs = self._real(args), self._real(kwargs)
         try:
@@ -319,17 +313,13 @@ class KnownValues:
 
     def refusal(self, func: Any, args: Any, kwargs: Any) -> DataDependentError:
         """Return the error to raise where there is neither a value nor a rule."""
-        inputs = list(tensors_in((args, kwargs)))
+        inputs = tensors_in((args, kwargs))
         shapes = ", ".join(f"{t.dtype}{list(t.shape)}" for t in inputs)
-        why, instead = (
-            "data, which a fake trace does not have, and there is no rule for it",
-            ("the batch as real tensors (its integers are then followed)"),
-        )
+        why = "data, which a fake trace does not have, and there is no rule for it"
+        instead = "the batch as real tensors (its integers are then followed)"
         if PARAMETERS in self.rules_of(inputs):
-            why, instead = (
-                "parameters whose values are not known: large ones, or on the meta device",
-                "real parameters",
-            )
+            why = "parameters whose values are not known: large ones, or on the meta device"
+            instead = "real parameters"
         return DataDependentError(
             f'{call_site()}: the result of {func} ({shapes}) depends on {why}. Use trace="real", or give {instead}, or '
             "keep this branch out of the step that is profiled."

@@ -89,11 +89,7 @@ def host_bytes(optimizer: torch.optim.Optimizer | None) -> int:
 
 def stepped_on_host(optimizer: torch.optim.Optimizer | None) -> frozenset[int]:
     """Return the identities of the parameters that a fake optimizer updates on the host, and keeps no gradient of."""
-    return (
-        frozenset(map(id, optimizer.without_gradients))
-        if isinstance(optimizer, CPUOffloadSizes)
-        else frozenset()
-    )
+    return frozenset(map(id, getattr(optimizer, "without_gradients", ())))
 
 
 def shards_host_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:

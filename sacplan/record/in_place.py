@@ -35,6 +35,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import msgspec
@@ -246,25 +248,22 @@ def plain_formulas(
             where the incoming gradient is contiguous, and where it is expanded.
         tensors: the program's.
     """
-    runs: list[list[int]] = []
-    for i, op in enumerate(ops) if formulas else ():
-        if op.phase is Phase.BACKWARD and op.forward_of in formulas:
-            if runs and runs[-1][-1] == i - 1 and ops[i - 1].forward_of == op.forward_of:
-                runs[-1].append(i)
-            else:
-                runs.append([i])
+    if not formulas:
+        return list(ops), list(events)
     # Ops of one formula follow each other. The engine's sum of gradients follows them under the same node.
-    for run in runs:
+    of_formula = (op.forward_of if op.phase is Phase.BACKWARD else -1 for op in ops)
+    runs = []
+    for forward, group in groupby(enumerate(of_formula), key=itemgetter(1)):
+        run = [i for i, _ in group] if forward in formulas else []
         while run and ops[run[-1]].name in _ENGINES_SUMS:
             run.pop()
+        runs.append(run)
     made: dict[int, int] = {}  # storage to the last op of the formula that made it
     last_of: dict[int, int] = {}
     for run in runs:
         for i in run:
             last_of[i] = run[-1]
             made.update(dict.fromkeys(ops[i].writes, run[-1]))
-    if not last_of:
-        return list(ops), list(events)
     # A storage that is freed while its formula runs is a temporary. Those that outlive it are its results, or gradients
     # that are added up later.
     temporaries: set[int] = set()

@@ -50,15 +50,11 @@ class LongestBatch:
     def __init__(self, loader: DataLoader[Any]) -> None:
         data = loader.dataset
         if isinstance(data, IterableDataset) or not isinstance(data, Sized) or not len(data):
+            why = "is empty. " if isinstance(data, Sized) and not len(data) else "has no length: "
             raise TraceError(
-                f"the data loader is over {type(data).__name__}, "
-                + (
-                    "which is empty. "
-                    if isinstance(data, Sized) and not len(data)
-                    else "which has no length: "
-                )
-                + "its longest samples cannot be looked at without using it up. Give a batch of the largest size as "
-                "batch, for example lambda: {'input_ids': torch.zeros(8, 4096, dtype=torch.long)}."
+                f"the data loader is over {type(data).__name__}, which {why}its longest samples cannot be looked at "
+                "without using it up. Give a batch of the largest size as batch, for example "
+                "lambda: {'input_ids': torch.zeros(8, 4096, dtype=torch.long)}."
             )
         self._data: Any = data
         self._collate: Any = loader.collate_fn
@@ -88,7 +84,7 @@ class LongestBatch:
         if rows == 1:
             return largest
         padded = self._collated([longest[0], *self._shortest(rows - 1)])
-        return padded if _shapes(padded) == _shapes(largest) else largest
+        return padded if shapes_of((padded,), {}) == shapes_of((largest,), {}) else largest
 
     def _collated(self, indices: Sequence[int]) -> Any:
         samples = [self._data[i] for i in indices]
@@ -172,7 +168,3 @@ def _elements(value: Any) -> Iterable[int]:
                 yield from _elements(one)
         else:
             yield len(value)
-
-
-def _shapes(batch: Any) -> Any:
-    return shapes_of((batch,), {})

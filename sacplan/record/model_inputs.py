@@ -8,7 +8,7 @@ calls                       # [ModelCall(tensors=(("['input_ids']", (8, 512)), .
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -17,24 +17,20 @@ from sacplan.core.model_calls import ModelCall, shapes_of
 
 
 @contextlib.contextmanager
-def recorded_inputs(model: torch.nn.Module) -> Iterator[list[ModelCall]]:
+def recorded_inputs(model: torch.nn.Module) -> Iterator[Collection[ModelCall]]:
     """Collect the calls of a model inside: each different one once."""
     calls: dict[ModelCall, None] = {}
-    found: list[ModelCall] = []
 
     def note(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
         has = any(p.grad is not None for p in model.parameters())
-        call = ModelCall(shapes_of(args, kwargs), has)
-        if call not in calls:
-            calls[call] = None
-            found.append(call)
+        calls[ModelCall(shapes_of(args, kwargs), has)] = None
 
     # TorchScript compiles hooks, and cannot compile this one.
     if isinstance(model, torch.jit.ScriptModule):
-        yield found
+        yield calls
         return
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
     try:
-        yield found
+        yield calls
     finally:
         handle.remove()

@@ -65,7 +65,7 @@ from sacplan.torch_compat.ops import (
     is_composite,
     op_traits,
     run_in_parts,
-    tensor_list,
+    tensors_in,
 )
 from sacplan.torch_compat.private import (
     GENERATOR_STATE_BYTES,
@@ -105,6 +105,7 @@ class Recorder(Watching):
 
     Attributes:
         storages, tensors: those that have been seen.
+        training: parameters, gradients and the optimizer's state.
 
     Errors in the recorder's own bookkeeping are kept and raised on exit: an exception that starts
     inside a dispatch mode under FakeTensorMode can abort the interpreter.
@@ -134,7 +135,7 @@ class Recorder(Watching):
         self._error: Exception | None = None
         self.storages = Storages(spec, self._events, self._phase)
         self.tensors = TensorTable()
-        self._training = TrainingState(self.storages, self.tensors, lambda: self._paused > 0, on_gpu=on_gpu)
+        self.training = TrainingState(self.storages, self.tensors, lambda: self._paused > 0, on_gpu=on_gpu)
         self._calls = ModuleCalls(
             events=self._events,
             n_ops=self._ops.__len__,
@@ -174,18 +175,7 @@ class Recorder(Watching):
     def track_model(self, model: torch.nn.Module) -> None:
         """Name the modules after ``model`` and count its parameters, buffers and gradients."""
         self._calls.name(unwrapped(model))
-        self._training.track_model(model)
-
-    def note_stepped_on_host(self, parameters: frozenset[int]) -> None:
-        """Note, before they are tracked, the identities of parameters that an optimizer updates on the host."""
-        self._training.stepped_on_host = parameters
-
-    def track_optimizer(self, optimizer: torch.optim.Optimizer, *, initial: bool = False) -> None:
-        """Count the optimizer's state, the one that is there and the one that it will make.
-
-        ``initial`` says that what is there now was there when the step began.
-        """
-        self._training.track_optimizer(optimizer, initial=initial)
+        self.training.track_model(model)
 
     @without_torch_functions
     def track_tensors(self, tensors: Iterable[torch.Tensor], kind: StorageKind = StorageKind.OTHER) -> None:
@@ -197,7 +187,7 @@ class Recorder(Watching):
 
     def __enter__(self) -> Recorder:
         self._calls.__enter__()
-        self._training.__enter__()
+        self.training.__enter__()
         self._saved.__enter__()
         self._watched = contextlib.ExitStack()
         self._watched.callback(setattr, noted, "deferred", noted.deferred)
@@ -229,9 +219,9 @@ class Recorder(Watching):
         self._watched.close()
         self._saved.__exit__(exc_type, exc_value, traceback)
         self._calls.__exit__()
-        self._training.__exit__()
+        self.training.__exit__()
         if exc_type is None:
-            self._training.mark_late_kinds()
+            self.training.mark_late_kinds()
         self.storages.is_recording = False
         self._numbers.stop()
         self._seen = None
@@ -264,18 +254,18 @@ class Recorder(Watching):
 
         The lists are emptied in place, since the parts share them.
         """
-        self._training.mark_late_kinds()
+        self.training.mark_late_kinds()
         self._ops.clear()
         self._events.clear()
         self._formulas.clear()
         parts = (self._calls, self._nodes, self._numbers, self._in_place, self._unseen, self.storages)
-        for part in (self._training, *parts):
+        for part in (self.training, *parts):
             part.restart()
 
     def forget(self) -> None:
         """Let go of the model and the optimizer."""
         self._calls.forget()
-        self._training.forget()
+        self.training.forget()
 
     def _fail(self, error: Exception) -> None:
         if self._error is None:
@@ -378,12 +368,12 @@ class Recorder(Watching):
             for t in written:
                 self.storages.resized(t.untyped_storage())
         # An op that can be looked up takes plain tensors only (``SeenOps``).
-        taken = plain_tensors(args, kwargs) if seen is None else tensor_list(args, kwargs)
+        taken = plain_tensors(args, kwargs) if seen is None else tensors_in((args, kwargs))
         taken_on, lent = self.storages.taken(taken, lifts=func is _LIFTS)
         lent |= func is ZERO_TENSOR
         if seen is None and self.storages.is_fake and func is not _LIFTS:
             self.storages.know_copies(func, taken, taken_on, out)
-        outputs = tensor_list(out)
+        outputs = tensors_in(out)
         made = outputs if is_made else plain_tensors(outputs)
         host_bytes = self.storages.host_bytes_of(taken, taken_on) if func is not TO_DEVICE else 0
         made_on, writes = self.storages.made(made, lent, func is TO_HOST or host_bytes > 0)
@@ -492,7 +482,7 @@ class Recorder(Watching):
         self._ops.append(op)
 
     def _phase(self) -> Phase:
-        backward, training = in_backward(), self._training
+        backward, training = in_backward(), self.training
         # The closure of an optimizer's step runs forward and backward passes.
         if training.in_optimizer_step and not (
             training.runs_closure and (backward or torch.is_grad_enabled())
@@ -547,7 +537,7 @@ class Recorder(Watching):
             backward_order=tuple(self._calls.backward_order),
             leaf_fqns=self._calls.leaf_fqns(),
             parameter_bytes=self._calls.parameter_bytes(),
-            gradients=dict(self._training.gradients),
+            gradients=dict(self.training.gradients),
             on_dtensors=frozenset(self._calls.on_dtensors),
             resizes=tuple((same[s], before, after) for s, before, after in storages.resizes),
             streams={} if self._streams is None else {same[s]: n for s, n in self._streams.side.items()},

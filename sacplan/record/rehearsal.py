@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from sacplan.core.program import Op, Phase, Program
+from sacplan.core.program import Op, Phase, Program, StorageKind
 from sacplan.core.rewriting import Indices, PatchBuilder
 from sacplan.device.cost import CostModel
 from sacplan.device.devices import DeviceSpec
@@ -79,7 +79,7 @@ class Rehearsal:
         assert self._mode is not None
         # No op of the step, so it is made where the recorder does not see it.
         made = fake_empty_strided(self._mode, like.shape, like.stride, getattr(torch, like.dtype))
-        self._recorder.storages.track_given(made)
+        self._recorder.storages.track(made, StorageKind.OTHER, initial=True)
         self._tensors.append(made)
         self.known[self._recorder.storages.known(made)] = like.storage
         return made

@@ -36,7 +36,7 @@ from sacplan.record.storages import Storages
 from sacplan.record.tensor_table import TensorTable
 from sacplan.torch_compat.autograd import autograd_sequence_number, running_custom_function
 from sacplan.torch_compat.fake_tensors import active_fake_mode, fake_empty_strided
-from sacplan.torch_compat.local_tensors import Wrapping, arrived, stands_for_another, wrapping_of
+from sacplan.torch_compat.local_tensors import Wrapping, local_part, stands_for_another, wrapping_of
 from sacplan.torch_compat.private import is_plain, storage_key, without_torch_functions
 
 SavedMode = Literal["virtual", "clone", "observe"]
@@ -147,7 +147,7 @@ class SavedTensors:
                 return tensor  # a wrapper that we know nothing of: autograd keeps it as it is, as code would
             # The storage is that of the local part. A collective may still be on its way to it: wait as the plain step
             # does when it reads the tensor.
-            packed = self._pack(arrived(tensor))
+            packed = self._pack(local_part(tensor, waits=True))
             return (
                 _SavedLocalTensor(packed, wrapping_of(tensor)) if isinstance(packed, _SavedTensor) else tensor
             )
@@ -193,7 +193,7 @@ class SavedTensors:
     def _unpack(self, packed: Any) -> torch.Tensor:
         # The three things that ``_pack`` returns, in turn.
         if isinstance(packed, _SavedLocalTensor):
-            return packed.wrapping.around(self._unpack(packed.local))
+            return packed.wrapping(self._unpack(packed.local))
         if not isinstance(packed, _SavedTensor):
             tensor: torch.Tensor = packed  # ``_pack`` gave it back as it was
             return tensor

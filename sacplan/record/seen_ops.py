@@ -31,7 +31,7 @@ from sacplan.device.kernels import active_device
 from sacplan.record.fake_data import DataRules
 from sacplan.torch_compat.calls import Call
 from sacplan.torch_compat.fake_kernels import entered_kernels
-from sacplan.torch_compat.fake_tensors import FIRST_ARGUMENT, fake_device_of, fake_tensors
+from sacplan.torch_compat.fake_tensors import fake_device_of, fake_empty_strided
 from sacplan.torch_compat.local_tensors import is_deferred
 from sacplan.torch_compat.ops import op_traits, tensors_in
 from sacplan.torch_compat.private import is_plain, storage_key
@@ -41,6 +41,7 @@ _VALUES = frozenset(
 )
 _FILLED = frozenset((torch.ops.aten.empty_like.default, torch.ops.aten.zeros_like.default))
 """Ops on a tensor whose values do not matter: ``data_rules`` decides those of the result, unless it is too large."""
+_FIRST_ARGUMENT = object()  # an output that is the first argument itself
 _UNLIKE = object()  # an output that cannot be made from layouts
 
 ArgumentLayout = tuple[bool, torch.Size, tuple[int, ...], int, torch.dtype]
@@ -233,7 +234,7 @@ class SeenOps:
         if type(v) in _VALUES:
             return v
         if args and v is args[0]:
-            return FIRST_ARGUMENT
+            return _FIRST_ARGUMENT
         if (
             type(v) is not FakeTensor
             or v.constant is not None
@@ -256,8 +257,15 @@ class SeenOps:
 
     def make(self, seen: SeenOutputs, args: tuple[Any, ...]) -> Any:
         """Return the outputs of an op that was seen, for other arguments of the same layout."""
-        made = fake_tensors(self._mode, seen.outputs, args[0] if args else None)
+        made = [self._made(output, args) for output in seen.outputs]
         return made[0] if seen.wrap is None else seen.wrap(made)
+
+    def _made(self, output: Any, args: tuple[Any, ...]) -> Any:
+        if type(output) is not tuple:
+            return args[0] if output is _FIRST_ARGUMENT else output
+        is_view, size, stride, offset, dtype = output
+        storage = args[0].untyped_storage() if is_view else None
+        return fake_empty_strided(self._mode, size, stride, dtype, storage, offset)
 
 
 class LookingUp(TorchDispatchMode):

@@ -24,7 +24,7 @@ import torch
 from sacplan.errors import TraceError
 from sacplan.torch_compat.autograd import set_version
 from sacplan.torch_compat.fake_tensors import FakeTensor
-from sacplan.torch_compat.private import storage_key
+from sacplan.torch_compat.private import storage_key, strided_parts
 
 _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, type, torch.dtype, torch.device, torch.Size}
@@ -108,9 +108,8 @@ class Snapshot:
         self._seen: dict[int, Any] = {}  # keeps what it has seen, so that ids stay theirs
         self._storages: dict[int, _Storage] = {}
         self._leaves: list[torch.Tensor] = []
-        self._undo: list[
-            Callable[[], None]
-        ] = []  # each puts one thing back; the bytes of storages come first
+        # Each puts one thing back; the bytes of storages come first.
+        self._undo: list[Callable[[], object]] = []
         self._pending: list[Any] = list(roots)
         try:
             with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -174,14 +173,12 @@ class Snapshot:
         # object. What no branch takes (classes, Python modules, objects of the standard library) is left alone.
         if isinstance(value, torch.Tensor):
             self._tensor(value)
-        elif isinstance(value, dict):
-            self._dict(value)
-        elif isinstance(value, (list, collections.deque, set)):
+        elif isinstance(value, (dict, list, collections.deque, set)):
             self._container(value)
         elif isinstance(value, np.ndarray):
             self._array(value)
         elif isinstance(value, torch.Generator):
-            self._undo.append(functools.partial(_call, value.set_state, value.get_state()))
+            self._undo.append(functools.partial(value.set_state, value.get_state()))
         elif isinstance(value, random.Random):
             self._undo.append(functools.partial(value.setstate, value.getstate()))
         elif isinstance(value, (np.random.Generator, np.random.BitGenerator, np.random.RandomState)):
@@ -191,32 +188,20 @@ class Snapshot:
         elif _has_attributes(value):
             self._object(value)
 
-    def _dict(self, value: dict[Any, Any]) -> None:
-        # The methods of ``dict`` itself here and below: a subclass may do anything in its own.
-        kind: Any = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
-        items = list(kind.items(value))
-
-        # Only if something changed: others may watch a dictionary, and an unchanged one costs nothing. Order counts,
-        # since ``parameters()`` follows it.
-        def restore() -> None:
-            now = list(kind.items(value))
-            if len(now) != len(items) or any(
-                k is not key or v is not old for (k, v), (key, old) in zip(now, items, strict=True)
-            ):
-                kind.clear(value)
-                kind.update(value, items)
-
-        self._undo.append(restore)
-
     def _container(self, value: Any) -> None:
         kind: Any = _kind_of_container(value)
         items = _entries(value)
 
+        # Only if something changed: others may watch a dictionary, and an unchanged one costs nothing. Order counts,
+        # since ``parameters()`` follows it.
         def restore() -> None:
             now = _entries(value)
             if len(now) != len(items) or any(a is not b for a, b in zip(now, items, strict=True)):
                 kind.clear(value)
-                (kind.update if kind is set else kind.extend)(value, items)
+                if issubclass(kind, dict):
+                    kind.update(value, zip(items[::2], items[1::2], strict=True))
+                else:
+                    (kind.update if kind is set else kind.extend)(value, items)
 
         self._undo.append(restore)
 
@@ -248,7 +233,7 @@ class Snapshot:
         try:
             old = descriptor.__get__(value)
         except AttributeError:  # not set
-            self._undo.append(lambda: descriptor.__set__(value, None) or descriptor.__delete__(value))  # type: ignore[func-returns-value]
+            self._undo.append(lambda: (descriptor.__set__(value, None), descriptor.__delete__(value)))  # type: ignore[func-returns-value]
             return
         self._undo.append(lambda: descriptor.__set__(value, old))
 
@@ -270,12 +255,8 @@ class Snapshot:
             self._pending.extend(getattr(t, name) for name in inner()[0])
         elif t.layout == torch.strided:
             self._storage(t)
-        elif t.layout == torch.sparse_coo:
-            self._pending.extend((t._indices(), t._values()))
-        elif t.layout in (torch.sparse_csr, torch.sparse_bsr):
-            self._pending.extend((t.crow_indices(), t.col_indices(), t.values()))
-        elif t.layout in (torch.sparse_csc, torch.sparse_bsc):
-            self._pending.extend((t.ccol_indices(), t.row_indices(), t.values()))
+        else:
+            self._pending.extend(part for part in strided_parts(t) if part is not t)
         self._metadata(t)
         if t.is_leaf:
             self._leaf(t)
@@ -327,17 +308,22 @@ class Snapshot:
         self._undo.append(restore)
 
 
+_CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque, tuple, frozenset)
+
+
 def _kind_of_container(value: Any) -> Any:
-    return next(k for k in (list, set, collections.deque, tuple, frozenset) if isinstance(value, k))
+    return next(k for k in _CONTAINERS if isinstance(value, k))
 
 
 def _entries(value: Any) -> list[Any]:
-    """Return the items of a container, whatever its class makes of iteration and ``len``: e3nn's tuples have none."""
-    return list(_kind_of_container(value).__iter__(value))
+    """Return the items of a container, of a dictionary its keys and values in turn.
 
-
-def _call(function: Callable[..., Any], *args: Any) -> None:
-    function(*args)
+    By the methods of the built-in class: a subclass may do anything in its own, and e3nn's tuples have no ``len``.
+    """
+    kind = _kind_of_container(value)
+    if issubclass(kind, dict):
+        return [v for pair in kind.items(value) for v in pair]
+    return list(kind.__iter__(value))
 
 
 def _layout_of(t: torch.Tensor) -> tuple[Any, ...]:
@@ -373,9 +359,7 @@ def _has_attributes(value: Any) -> bool:
 
 def _parts(value: Any) -> Iterator[Any]:
     """Yield what a value refers to: the entries of containers, the attributes of objects. Of tensors, nothing."""
-    if isinstance(value, dict):
-        yield from (v for pair in dict.items(value) for v in pair)
-    elif isinstance(value, (list, collections.deque, set, tuple, frozenset)):
+    if isinstance(value, _CONTAINERS):
         yield from _entries(value)
     elif isinstance(value, types.MethodType):
         yield value.__self__

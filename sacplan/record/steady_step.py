@@ -117,18 +117,18 @@ def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> P
         # followed: the count of steps, and no moments.
         with recorder.paused(), rules.few_floats() if rules is not None else contextlib.nullcontext():
             before_largest_step(optimizer, (lambda number: number) if rules is None else rules.value)
-        recorder.track_optimizer(optimizer, initial=True)
+        recorder.training.track_optimizer(optimizer, initial=True)
         recorder.track_model(
             step.model
         )  # its first step may lay parameters out anew, and so replace their memory
 
-    recorder.note_stepped_on_host(stepped_on_host(optimizer))
+    recorder.training.stepped_on_host = stepped_on_host(optimizer)  # before they are tracked
     # The first name that a storage gets stays: parameters before the batch, and the batch before caches.
     recorder.track_model(step.model)
     recorder.track_tensors(t for t in tree_leaves(step.batch) if isinstance(t, torch.Tensor))
     recorder.track_tensors(cached_tensors(step.model))
     for stepping in step.stepped_inside:
-        recorder.track_optimizer(stepping, initial=True)
+        recorder.training.track_optimizer(stepping, initial=True)
     try:
         with recorder:
             output = step.run(make_state)

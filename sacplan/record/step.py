@@ -5,6 +5,7 @@ To run a step on a copy without data, see ``fake_copy.py``; to put everything ba
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -231,10 +232,7 @@ def _sum_of(output: Any, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
             f"the model returned {type(output).__name__} without a loss and without a float tensor. "
             "Pass loss_fn=lambda model, batch: ... that makes a scalar of it."
         )
-    total = sums[0]
-    for s in sums[1:]:
-        total = total + s
-    return total
+    return functools.reduce(torch.add, sums)
 
 
 def call_model(model: torch.nn.Module, batch: Any) -> Any:

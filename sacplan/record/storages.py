@@ -7,7 +7,6 @@ one, and writes ``FREE``.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from sacplan.record.call_arguments import plain_tensors
 from sacplan.torch_compat.fake_tensors import FakeTensor
 from sacplan.torch_compat.host_memory import is_for_host
 from sacplan.torch_compat.local_tensors import local_part
-from sacplan.torch_compat.ops import tensor_list
+from sacplan.torch_compat.ops import tensors_in
 from sacplan.torch_compat.private import counts_writes_of, is_plain, storage_key, without_torch_functions
 
 _ALLOC, _FREE, _RESIZE = int(Event.ALLOC), int(Event.FREE), int(Event.RESIZE)
@@ -66,12 +65,11 @@ class Storages:
         self._raw: dict[int, int] = {}  # bytes now, as torch says them
         self._lent: set[int] = set()  # on memory that PyTorch did not allocate, such as an array's
         self._real: set[int] = set()  # storages of real tensors that a fake step was seen to read
-        self._copies: dict[int, weakref.ref[Any]] = {}  # by key, storages that count as another one
 
     @without_torch_functions
     def bytes_of(self, value: Any) -> int:
         """Return the rounded bytes of the tensors in a value; of a DTensor its local part counts."""
-        parts = map(local_part, tensor_list(value))
+        parts = map(local_part, tensors_in(value))
         return sum(self._rounded(t.numel() * t.element_size()) for t in parts)
 
     def restart(self) -> None:
@@ -90,21 +88,17 @@ class Storages:
         ``initial`` says that it was there when the step began, though it is only tracked now. A kind that is known
         already stays: a parameter may also be in the batch.
         """
-        if not is_plain(tensor):
-            for part in plain_tensors(tensor):
-                self.track(part, kind, initial=initial)
-            return
-        storage = tensor.untyped_storage()
-        known = self.ids.get(storage_key(storage))
-        # Tracked for the first time: in the step it appears with an event, before it or as ``initial`` without.
-        if known is None:
-            index = self.add(storage, kind)
-            if self.is_recording and not initial:
-                self._events.append((_ALLOC, index))
-            else:
-                self.initial[index] = None
-        elif self.kinds[known] is None:
-            self.kinds[known] = kind
+        for storage in (part.untyped_storage() for part in plain_tensors(tensor)):
+            known = self.ids.get(storage_key(storage))
+            # Tracked for the first time: in the step it appears with an event, before it or as ``initial`` without.
+            if known is None:
+                index = self.add(storage, kind)
+                if self.is_recording and not initial:
+                    self._events.append((_ALLOC, index))
+                else:
+                    self.initial[index] = None
+            elif self.kinds[known] is None:
+                self.kinds[known] = kind
 
     def name_fixed(self, tensor: torch.Tensor, name: str, *, alone: bool) -> None:
         """Note a name of a parameter or buffer; ``alone``: the device does not change it, so it may be ``fixed``."""
@@ -141,11 +135,6 @@ class Storages:
             return 0
         _, largest = max((t.numel(), s in self.on_host) for t, s in zip(tensors, storages, strict=True))
         return sum(self._raw[s] for s in self.on_host.intersection(storages)) if largest else 0
-
-    def track_given(self, tensor: torch.Tensor) -> int:
-        """Count a tensor as alive from the start; return its storage."""
-        self.track(tensor, StorageKind.OTHER, initial=True)
-        return self.known(tensor)
 
     def track_alive(self, storages: Iterable[weakref.ref[Any]]) -> None:
         """Count storages that are alive from the start, as far as they are."""
@@ -187,19 +176,14 @@ class Storages:
         """Return the storage of a tensor; one that is met for the first time is entered."""
         storage = tensor.untyped_storage()
         index = self.ids.get(storage_key(storage))
-        return self.found(storage) if index is None else index
-
-    def found(self, storage: Any) -> int:
-        """Enter a storage that is there although no op was seen to make it.
-
-        Memory that the step borrows from an array (``torch.from_numpy``) and gives back is not PyTorch's: once the
-        storage is freed it counts as 0 bytes. If it stays alive it was there before, as far as anybody can tell.
-        """
-        index = self.add(storage, None)
-        self._events.append((_ALLOC, index))
-        # PyTorch's allocators make storages that can be resized; a borrowed one cannot.
-        if not self.is_fake and not storage.resizable():
-            self._lent.add(index)
+        if index is None:  # it is there although no op was seen to make it
+            index = self.add(storage, None)
+            self._events.append((_ALLOC, index))
+            # Memory that the step borrows from an array (``torch.from_numpy``) and gives back is not PyTorch's, whose
+            # allocators make storages that can be resized: once the storage is freed it counts as 0 bytes. If it stays
+            # alive it was there before, as far as anybody can tell.
+            if not self.is_fake and not storage.resizable():
+                self._lent.add(index)
         return index
 
     def taken(self, inputs: Sequence[torch.Tensor], *, lifts: bool) -> tuple[list[int], bool]:
@@ -324,11 +308,7 @@ class Storages:
             key = storage_key(storage)
             if key not in self.ids:
                 self.ids[key] = real[0]
-                self._copies[key] = weakref.ref(storage, functools.partial(self._forget_copy, key))
-
-    def _forget_copy(self, key: int, _: Any) -> None:
-        self._copies.pop(key, None)
-        self.ids.pop(key, None)
+                weakref.finalize(storage, self.ids.pop, key, None)
 
     def real_from_the_start(self) -> set[int]:
         """Real tensors that a fake step read, that are still alive, and that nobody had tracked.

@@ -54,14 +54,6 @@ class TensorTable:
         layout = (t.dtype, t.shape, t.stride(), offset)
         return self._layouts.setdefault(layout, len(self._layouts))
 
-    def values(self, indices: Iterable[int]) -> tuple[Tensor, ...]:
-        """Return some tensors as plain values."""
-        known, layouts = list(self._tensors), list(self._layouts)
-        return tuple(
-            Tensor(storage, *_layout_value(layouts[layout]))
-            for storage, layout in (known[i] for i in indices)
-        )
-
     def table(self, same: Sequence[int]) -> tuple[Tensor, ...]:
         """Return all tensors as plain values; ``same`` tells by storage which one takes its place."""
         layouts = list(map(_layout_value, self._layouts))

@@ -93,8 +93,11 @@ class TrainingState:
         for t in gathered_parameters(model):
             self.storages.track(t, StorageKind.PARAMETER)
 
-    def track_optimizer(self, optimizer: torch.optim.Optimizer, *, initial: bool) -> None:
-        """Count the optimizer's state, the one that is there and the one that it will make."""
+    def track_optimizer(self, optimizer: torch.optim.Optimizer, *, initial: bool = False) -> None:
+        """Count the optimizer's state, the one that is there and the one that it will make.
+
+        ``initial`` says that what is there now was there when the step began.
+        """
         self._optimizers.append(optimizer)
         self._track_state(optimizer, initial=initial)
 

@@ -16,6 +16,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 from sacplan.torch_compat.fake_tensors import CPU
+from sacplan.torch_compat.ops import op_of_schema
 from sacplan.torch_compat.private import PLAIN_TENSOR_TYPES
 
 FakeKernel = Callable[..., Any]
@@ -196,14 +197,10 @@ _NON_FUNCTIONAL = torch._C.DispatchKey.CompositeExplicitAutogradNonFunctional
 _EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
 
 
+@functools.cache
 def is_structured(op: torch._ops.OpOverload) -> bool:
     """Whether an op is structured: one function in C++ makes its outputs on every device."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), _NON_FUNCTIONAL))
-
-
-@functools.cache
-def _key_in_cpp(op: torch._ops.OpOverload) -> torch._C.DispatchKey:
-    return _NON_FUNCTIONAL if is_structured(op) else _EXPLICIT
 
 
 def run_in_cpp(mode: FakeTensorMode, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
@@ -212,8 +209,9 @@ def run_in_cpp(mode: FakeTensorMode, op: torch._ops.OpOverload, args: Any, kwarg
     FakeTensorMode would use the Python formula that is registered over this code. For a structured op this calls the
     kernel of the key CompositeExplicitAutogradNonFunctional, which makes the outputs and runs the ``out`` variant.
     """
+    key = _NON_FUNCTIONAL if is_structured(op) else _EXPLICIT
     with in_kernel_invocation_manager(mode):
-        out = op._op_dk(_key_in_cpp(op), *args, **kwargs)
+        out = op._op_dk(key, *args, **kwargs)
         if isinstance(out, torch.Tensor):
             return FakeTensor(mode, out, CPU)
         return type(out)(FakeTensor(mode, t, CPU) for t in out)
@@ -221,18 +219,15 @@ def run_in_cpp(mode: FakeTensorMode, op: torch._ops.OpOverload, args: Any, kwarg
 
 def elementwise_ops() -> list[torch._ops.OpOverload]:
     """Return ATen's ops with the tag ``pointwise`` that write nothing and are not composites of other ops."""
-    found = []
-    for name in torch._C._dispatch_get_all_op_names():
-        namespace, _, rest = name.partition("::")
-        if namespace != "aten":
-            continue
-        packet, _, overload = rest.partition(".")
-        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-        if op is None or torch.Tag.pointwise not in op.tags:
-            continue
-        if not op._schema.is_mutable and not op._can_decompose():
-            found.append(op)
-    return found
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    return [
+        op
+        for op in map(op_of_schema, names)
+        if op is not None
+        and torch.Tag.pointwise in op.tags
+        and not op._schema.is_mutable
+        and not op._can_decompose()
+    ]
 
 
 def viewed(mode: FakeTensorMode, tensor: FakeTensor, shape: Sequence[int]) -> FakeTensor:

@@ -64,27 +64,6 @@ def fake_parameters() -> Iterator[None]:
 
 _MAKE_SUBCLASS: Any = torch.Tensor._make_subclass
 
-FIRST_ARGUMENT = object()
-"""Marks, among an op's outputs, the op's first argument."""
-
-
-def fake_tensors(mode: FakeTensorMode, outputs: Any, base: Any) -> list[Any]:
-    """Make fake CPU tensors of (is a view of ``base``, size, stride, offset, dtype); pass on other values."""
-    made: list[Any] = []
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        for spec in outputs:
-            if type(spec) is not tuple:
-                made.append(base if spec is FIRST_ARGUMENT else spec)
-                continue
-            is_view, size, stride, offset, dtype = spec
-            if is_view:
-                meta = torch.empty(0, dtype=dtype, device="meta")
-                meta.set_(base.untyped_storage(), offset, size, stride)
-            else:
-                meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-            made.append(_wrapped(mode, meta))
-    return made
-
 
 def _wrapped(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:
     """Return ``FakeTensor(mode, meta, CPU)``, in a third of the time: all but the tensor itself is copied.

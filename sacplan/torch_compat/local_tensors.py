@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,21 +51,17 @@ def _stands_for_another(kind: type) -> bool:
     return _is_async(kind)
 
 
-def _is_dtensor(kind: type) -> bool:
-    room = sys.modules.get("torch.distributed.tensor")  # there is no DTensor where it is not imported
-    return room is not None and issubclass(kind, room.DTensor)
+def _is_of(module: str, name: str, kind: type) -> bool:
+    room = sys.modules.get(module)  # there is no tensor of a class that is not imported
+    return room is not None and issubclass(kind, getattr(room, name))
 
 
-def _is_async(kind: type) -> bool:
-    room = sys.modules.get("torch.distributed._functional_collectives")
-    return room is not None and issubclass(kind, room.AsyncCollectiveTensor)
-
-
-@functools.cache
-def _is_jagged(kind: type) -> bool:
-    """Whether this is the class of jagged nested tensors, whose ops run as ops on plain tensors."""
-    room = sys.modules.get("torch.nested._internal.nested_tensor")
-    return room is not None and issubclass(kind, room.NestedTensor)
+_is_dtensor = functools.partial(_is_of, "torch.distributed.tensor", "DTensor")
+_is_async = functools.partial(_is_of, "torch.distributed._functional_collectives", "AsyncCollectiveTensor")
+# Ops on jagged nested tensors run as ops on plain tensors.
+_is_jagged = functools.cache(
+    functools.partial(_is_of, "torch.nested._internal.nested_tensor", "NestedTensor")
+)
 
 
 def stands_for_another(tensor: torch.Tensor) -> bool:
@@ -74,12 +69,15 @@ def stands_for_another(tensor: torch.Tensor) -> bool:
     return _stands_for_another(type(tensor))
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor behind a DTensor or a pending collective, else the tensor itself. Waits for nothing."""
+def local_part(tensor: torch.Tensor, *, waits: bool = False) -> torch.Tensor:
+    """Return the plain tensor behind a DTensor or a pending collective, else the tensor itself.
+
+    It waits for nothing, or until a collective that fills the tensor has finished.
+    """
     # A DTensor may have a pending collective as its local part, so both are taken off in turn.
     while stands_for_another(tensor):
         one: Any = tensor
-        tensor = one._local_tensor if _is_dtensor(type(one)) else one.elem
+        tensor = one._local_tensor if _is_dtensor(type(one)) else one.trigger_wait() if waits else one.elem
     return tensor
 
 
@@ -91,20 +89,8 @@ def held_base(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base if getattr(type(tensor), "holds_base", False) else None
 
 
-def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``local_part``, once a collective that fills it has finished."""
-    while stands_for_another(tensor):
-        one: Any = tensor
-        tensor = one._local_tensor if _is_dtensor(type(one)) else one.trigger_wait()
-    return tensor
-
-
-@dataclass(slots=True)
-class Wrapping:
-    """How a tensor stands for its local part, without that part."""
-
-    around: Callable[[torch.Tensor], torch.Tensor]
-    """Makes a tensor of the same type, global shape and placements for another local part; a leaf without gradient."""
+Wrapping = Callable[[torch.Tensor], torch.Tensor]
+"""Makes a tensor of the same type, global shape and placements for another local part; a leaf without gradient."""
 
 
 def _as_it_is(local: torch.Tensor) -> torch.Tensor:
@@ -117,15 +103,15 @@ def wrapping_of(tensor: torch.Tensor) -> Wrapping:
     The pending result of a collective is its local part once it has arrived, so nothing is put around that.
     """
     if not _is_dtensor(type(tensor)):
-        return Wrapping(_as_it_is)
+        return _as_it_is
     dtensor: Any = tensor
     kind = type(dtensor)
     base = sys.modules["torch.distributed.tensor"].DTensor
     # A subclass that flattens itself differently has parts that the constructor below knows nothing of.
     if kind.__tensor_unflatten__ is not base.__tensor_unflatten__:
-        return Wrapping(functools.partial(_unflattened, *_flattened(dtensor)))
+        return functools.partial(_unflattened, *_flattened(dtensor))
     attributes = None if kind is base else dict(vars(dtensor))  # a copy: what it says may change later
-    return Wrapping(functools.partial(_made, kind, dtensor._spec, attributes))
+    return functools.partial(_made, kind, dtensor._spec, attributes)
 
 
 def _made(kind: Any, spec: Any, attributes: dict[str, Any] | None, local: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ must write nothing, with two exceptions:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -266,6 +266,13 @@ def is_between_ranks(func: Any) -> bool:
     return func.namespace in _BETWEEN_RANKS
 
 
+def waited_for(sent: torch.Tensor) -> torch.Tensor:
+    """Wait for the result of a functional collective and return it."""
+    wait: Any = op_named("_c10d_functional.wait_tensor.default")
+    there: torch.Tensor = wait(sent)
+    return there
+
+
 @functools.cache
 def op_named(name: str) -> torch._ops.OpOverload | None:
     """Return the op of this name and overload (``"aten.mm.default"``); None if its library is not imported here."""
@@ -274,6 +281,12 @@ def op_named(name: str) -> torch._ops.OpOverload | None:
     except (AttributeError, RuntimeError):
         return None
     return func if isinstance(func, torch._ops.OpOverload) else None
+
+
+def op_of_schema(name: str) -> torch._ops.OpOverload | None:
+    """Return the op of this schema (``"aten::add.Tensor"``); None if this torch does not have it."""
+    packet, _, overload = name.replace("::", ".").partition(".")[2].partition(".")
+    return op_named(f"{name.partition(':')[0]}.{packet}.{overload or 'default'}")
 
 
 @functools.cache
@@ -359,7 +372,7 @@ def can_run_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
     An op that writes in place may. The caller must see to it that the written tensor is recomputed, too.
     """
     traits = op_traits(func)
-    inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
+    inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
     # Without outputs there is nothing to recompute. A tensor that is not ordinary has more to it than these.
     if not traits.rerunnable or not outputs or not all(map(is_ordinary_tensor, (*inputs, *outputs))):
         return False
@@ -381,14 +394,13 @@ def is_ordinary_tensor(t: torch.Tensor) -> bool:
     return is_plain(t) and not (t.is_inference() or t.is_nested or t.is_quantized)
 
 
-def tensor_list(*values: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors in arguments or results, in order: nested tuples, lists and dicts.
 
     A stack instead of nested generators, since this runs several times for each op.
     """
     found: list[torch.Tensor] = []
-    stack = list(values)
-    stack.reverse()
+    stack = [value]
     while stack:
         value = stack.pop()
         if isinstance(value, torch.Tensor):
@@ -398,15 +410,3 @@ def tensor_list(*values: Any) -> list[torch.Tensor]:
         elif isinstance(value, dict):
             stack.extend(reversed(value.values()))
     return found
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an argument or a result, in the order of ``tensor_list``: for those who may stop early."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)

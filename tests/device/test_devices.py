@@ -75,7 +75,7 @@ def test_spec_is_checked() -> None:
     good = {"name": "x", "kind": "cuda", "memory_bytes": 1, "bandwidth_bytes_per_s": 1.0}
     with pytest.raises(DeviceError, match="float32"):
         DeviceSpec(**good, flops={"bfloat16": 1.0})
-    with pytest.raises(DeviceError, match="positive"):
+    with pytest.raises(DeviceError, match="memory_bytes"):
         DeviceSpec(**{**good, "memory_bytes": 0}, flops={"float32": 1.0})
     with pytest.raises(DeviceError, match="compute_efficiency"):
         DeviceSpec(**good, flops={"float32": 1.0}, compute_efficiency=1.5)

@@ -59,9 +59,6 @@ def qkv(
 @pytest.mark.parametrize(
     ("device", "version", "promoted"),
     [
-        ("h100", (2, 8), False),
-        ("h100", (2, 9), True),
-        ("h100", (2, 10), False),
         ("h100", (2, 11), True),
         ("h100", (2, 13), True),
         ("h200", (2, 15), True),

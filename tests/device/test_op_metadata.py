@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from benchmarks.op_metadata import (
     sweep,
 )
 from sacplan.device.kernels import fake_device
-from sacplan.device.layouts import quick_kernels
 from sacplan.torch_compat.fake_kernels import elementwise_ops, is_structured, run_in_cpp, torchs_own_fake
 from tests.support.chunks import allocations
 from tests.zoo.convnets import BasicBlock, Depthwise, Inverted
@@ -84,42 +82,6 @@ def layout_of(out: Any, given: Sequence[Any]) -> list[Any]:
         else v
         for v in values
     ]
-
-
-def plain_calls(dtype: torch.dtype) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """Norms and products of contiguous tensors: leading dimensions, normalized ones, with and without parameters."""
-
-    def made(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    for lead, inner in itertools.product(((), (3,), (3, 5)), ((8,), (4, 6))):
-        stats = (*lead, *(1,) * len(inner))
-        for given, wanted in (
-            ((1, 1), (1, 1, 1)),
-            ((1, 1), (1, 0, 0)),
-            ((1, 0), (0, 1, 1)),
-            ((0, 0), (1, 1, 0)),
-        ):
-            weight, bias = (made(*inner) if one else None for one in given)
-            norm = made(*lead, *inner), list(inner)
-            yield aten.native_layer_norm.default, (*norm, weight, bias, 1e-5), {}
-            rest = made(*stats), made(*stats), weight, bias, list(map(bool, wanted))
-            yield aten.native_layer_norm_backward.default, (made(*lead, *inner), *norm, *rest), {}
-    for summand in (made(7), made(5, 7)):
-        yield aten.addmm.default, (summand, made(5, 6), made(6, 7)), {}
-    yield aten.addmm.out, (summand, made(5, 6), made(6, 7)), {"out": summand}
-
-
-@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("h100", torch.bfloat16)])
-def test_quick_answers_are_torchs_own(device: str, dtype: torch.dtype) -> None:
-    asked = set()
-    with fake_device(device) as mode, torch.no_grad():
-        for op, args, kwargs in plain_calls(dtype):
-            quick = quick_kernels()[op](mode, op, *args, **kwargs)
-            assert quick is not NotImplemented
-            assert layout_of(quick, args) == layout_of(torchs_own_fake(mode, op, args, kwargs), args), op
-            asked.add(op)
-    assert asked == set(quick_kernels())
 
 
 @contextmanager

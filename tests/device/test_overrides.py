@@ -140,11 +140,10 @@ def test_what_an_lstm_keeps() -> None:
 
 def test_recurrent_layers_that_cudnn_does_not_take() -> None:
     h100, t4, rocm = (resolve_device(name) for name in ("h100", "t4", "mi300x"))
-    assert cudnn_rnn.takes_cudnn(h100, BF16, (2, 13))
-    assert not cudnn_rnn.takes_cudnn(h100, BF16, (2, 8))
-    assert not cudnn_rnn.takes_cudnn(t4, BF16, (2, 13))
-    assert cudnn_rnn.takes_cudnn(t4, FP16, (2, 13))
-    assert not cudnn_rnn.takes_cudnn(rocm, FP32, (2, 13))
+    assert cudnn_rnn.takes_cudnn(h100, BF16)
+    assert not cudnn_rnn.takes_cudnn(t4, BF16)
+    assert cudnn_rnn.takes_cudnn(t4, FP16)
+    assert not cudnn_rnn.takes_cudnn(rocm, FP32)
     with fake_device("h100"), Ops() as ops:
         nn.LSTM(10, 20, proj_size=5)(torch.randn(5, 3, 10))[0].sum().backward()
     assert "_cudnn_rnn" not in ops.noted

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,9 +49,10 @@ def other_rates() -> DeviceSpec:
     """Return an H100 on which every figure is a tenth off."""
     rates = H100.rates
     figures = {
-        name: value * (0.9 if i % 2 else 1.1) for i, (name, value) in enumerate(rates.as_dict().items())
+        name: value * (0.9 if i % 2 else 1.1)
+        for i, (name, value) in enumerate(msgspec.structs.asdict(rates).items())
     }
-    return replace(H100, rates=replace(rates, **figures))
+    return replace(H100, rates=msgspec.structs.replace(rates, **figures))
 
 
 def test_every_figure_has_a_probe() -> None:
@@ -69,7 +71,8 @@ def test_rates_come_out_as_the_clock_was_made() -> None:
 def test_predictions_for_probes_are_what_was_measured(name: str) -> None:
     """Whatever bounds the kernels of a device."""
     spec = resolve_device(name)
-    slower = replace(spec, rates=replace(spec.rates, cast=0.5, gather_rate=0.3, strided_rate=1.0))
+    rates = msgspec.structs.replace(spec.rates, cast=0.5, gather_rate=0.3, strided_rate=1.0)
+    slower = replace(spec, rates=rates)
     rates, _ = measured_rates(spec, META, NBYTES, FakeClock(slower))
     found = CostModel(replace(spec, rates=rates))
     for probe in probes(META, NBYTES):

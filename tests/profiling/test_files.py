@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 import sacplan
 from sacplan.core import files
-from sacplan.device.files import DeviceFields
 from sacplan.errors import DeviceError, SacplanError
 from sacplan.planning import schema
 from sacplan.profiling import files as profile_files
@@ -73,10 +72,6 @@ def test_what_is_saved_is_valid(saved: dict[str, bytes], tmp_path: Path) -> None
     for name in ("cpu", "t4", "mi300x"):
         sacplan.device.devices.resolve_device(name).save(tmp_path / "device.json")
         DEVICES.validate(json.loads((tmp_path / "device.json").read_text()))
-
-
-def test_a_device_file_has_what_a_device_has() -> None:
-    assert set(DeviceFields.__struct_fields__) == set(sacplan.DeviceSpec.__dataclass_fields__)
 
 
 @pytest.mark.parametrize("mode", ["train", "inference"])

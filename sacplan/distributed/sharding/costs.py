@@ -18,7 +18,7 @@ together, or as the links inside are.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from sacplan.device.devices import DeviceSpec
@@ -74,7 +74,7 @@ class Costs:
         if inside == 1:
             return outer
         together = min(inner.bandwidth_bytes_per_s, inside * outer.bandwidth_bytes_per_s)
-        return replace(outer, name=f"{outer.name}, {inside} a node", bandwidth_bytes_per_s=together)
+        return Link(f"{outer.name}, {inside} a node", together, outer.latency_s)
 
     def collective_ms(self, kind: Collective, n_bytes: float, axis: int) -> float:
         """Return the time of a collective on an axis.

@@ -198,7 +198,7 @@ class _Policy:
         self._awaits_output = False
 
     def _is_discarded(self, inputs: Any) -> bool:
-        base = next(tensors_in(inputs), None)
+        base = next(iter(tensors_in(inputs)), None)
         return base is not None and storage_key(base.untyped_storage()) in self._discarded
 
 

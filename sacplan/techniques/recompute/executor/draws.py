@@ -149,7 +149,7 @@ class Draw:
 
 def draw_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Draw | None:
     """Return the draw of an op that is about to run; None if it draws nothing."""
-    tensor = next(tensors_in((args, kwargs)), None)
+    tensor = next(iter(tensors_in((args, kwargs))), None)
     if tensor is None or tensor.is_meta or not draws_numbers(func, args, kwargs):
         return None
     if isinstance(tensor, FakeTensor):

@@ -189,7 +189,7 @@ class Wrapped:
 
     def unpack(self) -> torch.Tensor:
         """Return a tensor of the same class around the recomputed part."""
-        return self.wrapping.around(self.local.unpack())
+        return self.wrapping(self.local.unpack())
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from sacplan.techniques.runtime.saved import SavedStorage
 from sacplan.techniques.runtime.tensors import View, digest, view_of
 from sacplan.techniques.runtime.writes import last_write_to
 from sacplan.torch_compat.kernel_settings import kernel_settings, set_kernel_settings
-from sacplan.torch_compat.ops import ArgumentPlace, OpTraits, is_between_ranks, tensors_in
+from sacplan.torch_compat.ops import ArgumentPlace, OpTraits, is_between_ranks, tensors_in, waited_for
 
 
 class Slot:
@@ -279,9 +279,7 @@ class RecipeNode:
         elif self.rng is None:
             out = self.traits.func(*args, **kwargs)
             if is_between_ranks(self.traits.func):
-                from sacplan.torch_compat.collectives import arrived  # registers ops that few models have
-
-                out = arrived(out)
+                out = waited_for(out)
         else:
             pinned, out = self.rng.again(self.traits.func, args, kwargs)
             if not pinned:
