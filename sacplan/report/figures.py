@@ -37,7 +37,7 @@ GIB, MIB = 2**30, 2**20
 BUCKETS = 480
 """The number of moments of a step that a small chart shows."""
 
-_FRONTIER_COLUMNS = ("solver", "peak_bytes", "recompute_share", "lower_bound_ms", "status")
+_FRONTIER_COLUMNS = ("solver", "peak_bytes", "recompute_share", "added_share", "lower_bound_ms", "status")
 _THIN = 1 / 400  # share of the highest peak below which an area is under a pixel high and not in the legend
 _LETTER = 0.62  # approximate width of a letter, in font sizes
 _FONT = 8.5
@@ -56,13 +56,12 @@ def check_frontier(frame: pd.DataFrame) -> pd.DataFrame:
     if missing or not len(frame):
         what = f"has no column {', '.join(map(repr, missing))}" if missing else "has no rows"
         raise PlanError(f"the frontier {what}. Give the frame that sacplan.frontier(profile) returns.")
-    added = frame.get("added_share", 0.0)  # older frames have none
-    return frame.assign(cost_share=frame["recompute_share"] + added)
+    return frame.assign(cost_share=frame["recompute_share"] + frame["added_share"])
 
 
 def has_chunks(frame: pd.DataFrame) -> bool:
     """Return whether any plan of a frontier runs something in slices."""
-    return "added_share" in frame and bool(frame["added_share"].any())
+    return bool(frame["added_share"].any())
 
 
 def draw_memory(
