@@ -156,7 +156,7 @@ def _command(target: str, found: Verdict, hf: ModelOptions, more: list[str]) -> 
     words += [] if found.accumulation_steps == 1 else ["--grad-accum", str(found.accumulation_steps)]
     words += best.flags
     if best.techniques != DEFAULT_TECHNIQUES:
-        words += [word for name in found.techniques for word in ("--technique", name)]
+        words += [word for name in best.techniques for word in ("--technique", name)]
     return " ".join([*map(shlex.quote, [*words, *more]), "-o", "plan.json"])
 
 
