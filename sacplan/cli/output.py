@@ -162,12 +162,11 @@ def rows_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
         name: The table of ``columns.csv``.
         rows: Figures by name.
     """
-    # A time or a share that is 0 in every row says nothing.
+    # A column that is 0 or empty in every row says nothing.
     columns = [
         column
         for column in table_of(_COLUMNS)
-        if column["table"] == name
-        and (not column["figure"].endswith(("_ms", "_share")) or any(row[column["figure"]] for row in rows))
+        if column["table"] == name and any(row[column["figure"]] for row in rows)
     ]
     titles = [number(column["title"]) if column["is_number"] else column["title"] for column in columns]
     figures = [column["figure"] for column in columns]

@@ -79,7 +79,9 @@ def load_target(text: str, options: ModelOptions, place: str = "meta") -> Target
     elif match := re.fullmatch(r"([\w.]+):([\w.]+)", text):
         module, attribute = _load_module(match[1]), match[2]
     else:
-        raise _unknown_form(text)
+        if is_json_file(text):
+            raise not_a_model(text)
+        raise TargetError(f"{text!r} is not a target; write {_FORMS}.{_meant(text)}")
     function = _find(module, attribute, text)
     _check_no_arguments(function, text)
     with users_code(text):
@@ -107,12 +109,6 @@ def _may_fetch(name: str, *, fetch: bool | None) -> bool:
     if fetch:
         note(f"fetching {what}")
     return bool(fetch)
-
-
-def _unknown_form(text: str) -> TargetError:
-    if is_json_file(text):
-        return not_a_model(text)
-    return TargetError(f"{text!r} is not a target; write {_FORMS}.{_meant(text)}")
 
 
 def _meant(text: str) -> str:

@@ -260,15 +260,7 @@ def _name_phases(axis: Axes, timeline: Timeline) -> None:
     for phase, start, end in timeline.phase_spans():
         if phase != Phase.FORWARD and start:
             axis.axvline(start, color=FAINT, linewidth=0.8, alpha=0.6)
-        name = phase.name.lower()
-        if (end - start) / x_ms * _axis_points(axis) > _points_wide(name):
+        name, points = phase.name.lower(), axis.bbox.width * 72 / axis.figure.dpi
+        if (end - start) / x_ms * points > len(name) * _LETTER * _FONT:
             axis.text((start + end) / 2, 0.96, name, color=FAINT, ha="center", va="center",
                       transform=axis.get_xaxis_transform())  # fmt: skip
-
-
-def _axis_points(axis: Axes) -> float:
-    return float(axis.bbox.width * 72 / axis.figure.dpi)
-
-
-def _points_wide(text: str) -> float:
-    return len(text) * _LETTER * _FONT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +123,8 @@ def _chunks(profile: Profile, plan: Plan) -> dict[str, Any] | None:
     """
     if "chunk" not in plan.provenance.techniques:
         return None
-    exactness, refused = f"Gradients are {plan.gradients}: {plan.why_gradients}", dict[str, str]()
+    exactness = f"Gradients are {plan.gradients}: {plan.why_gradients}"
+    refused: Mapping[str, str] = {}
     if profile.mode == "train":
         refused = loss_chunks(profile.program, profile.spec).refused
     else:

@@ -248,6 +248,10 @@ def _verify_real(
         # After the runs, and with the model still as it trains: ``preserved_state`` is about to restore it.
         setup = step.setup(current_autocast(here))
     in_one = plan.host_bytes if here == "cpu" else 0
+    missing = []
+    if setup.optimizer is None and mode == "train":
+        trained = (p.nbytes for p in model.parameters() if p.requires_grad)
+        missing.append(without_optimizer(adamw_state_bytes(trained, spec)))
     return Verification(
         peak_bytes=seen.peak_bytes,
         predicted_peak_bytes=plan.peak_bytes + in_one,
@@ -261,21 +265,12 @@ def _verify_real(
             *plan.provenance.assumed,
             *([_IN_ONE_MEMORY] if in_one else []),
             *filter(None, [summed_outputs(setup)]),
-            *(
-                []
-                if setup.optimizer is not None or mode == "inference"
-                else [_without_optimizer(model, spec)]
-            ),
+            *missing,
         ),
         setup_differences=plan.fingerprint.setup.differences(setup),
         predicted_host_bytes=plan.host_bytes,
         requested_bytes=seen.requested_bytes,
     )
-
-
-def _without_optimizer(model: torch.nn.Module, spec: DeviceSpec) -> str:
-    trained = (p.nbytes for p in model.parameters() if p.requires_grad)
-    return without_optimizer(adamw_state_bytes(trained, spec))
 
 
 def _budget_of(plan: Plan, spec: DeviceSpec, program: Program | None = None) -> int:
