@@ -88,10 +88,6 @@ def get_optimal_checkpointing_policy_per_module(
 def _op_groups(sac_stats: SACStats) -> list[int]:
     """Return, for each op, the first op that it is decided with."""
     n_ops = len(sac_stats.func_names)
-    if not n_ops == len(sac_stats.runtimes) == len(sac_stats.memory):
-        raise PlanError(
-            f"{n_ops} ops, but {len(sac_stats.runtimes)} runtimes and {len(sac_stats.memory)} memory figures"
-        )
     pairs = list(sac_stats.inplace_ops)
     if not sac_stats.force_store_random:
         pairs += zip(sac_stats.rand_ops[:-1], sac_stats.rand_ops[1:], strict=True)

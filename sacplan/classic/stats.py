@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from sacplan.classic.fit import Fit, FitKind, fit_tradeoff
@@ -14,12 +13,6 @@ from sacplan.core.program import ROOT_SCOPE, Event, Phase, Program, StorageKind
 
 _ACTIVATIONS = (StorageKind.ACTIVATION, StorageKind.TEMPORARY)
 _SHARDED = (StorageKind.PARAMETER, StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE)
-
-
-@dataclass(frozen=True, slots=True)
-class _Times:
-    forward_ms: float = 0.0
-    backward_ms: float = 0.0
 
 
 def module_info(
@@ -44,7 +37,7 @@ def module_info(
     """
     boundaries = memory.liveness.at_boundaries
     spans = _backward_spans(memory)
-    times = _times(runtime)
+    forward_ms, backward_ms = _times(runtime)
     fits: dict[tuple[object, ...], Fit] = {}
     # By storage, so that parameters which several modules share count once.
     root_parameters = sum(
@@ -59,13 +52,6 @@ def module_info(
         grad_total, act_bw, act_grad = _backward_peaks(memory, spans.get(fqn))
         parameters = root_parameters if fqn == "" else own_parameters.get(fqn, 0)
         tradeoff = tradeoffs.get(fqn)
-        time = times.get(fqn, _Times())
-        # The model has no call of its own where only parts of it were called: its time is that of the passes.
-        if fqn == "" and not scopes:
-            time = _Times(
-                sum(t.time_ms for t in runtime.ops if t.phase == Phase.FORWARD),
-                sum(t.time_ms for t in runtime.ops if t.phase == Phase.BACKWARD),
-            )
         stats.append(
             ModuleStats(
                 fqn=fqn,
@@ -78,8 +64,8 @@ def module_info(
                 act_total=sum(at_end[k] for k in _ACTIVATIONS) if at_end else 0,
                 input_per_module=sum(memory.scopes[s].input_bytes for s in scopes),
                 output_per_module=sum(memory.scopes[s].output_bytes for s in scopes),
-                fw_runtime_per_module=time.forward_ms,
-                bw_runtime_per_module=time.backward_ms,
+                fw_runtime_per_module=forward_ms[fqn],
+                bw_runtime_per_module=backward_ms[fqn],
                 is_leaf=fqn in memory.leaf_fqns,
                 **_tradeoff_fields(tradeoff, fits, fit_kind, segments),
             )
@@ -144,18 +130,21 @@ def _with_root(order: tuple[str, ...], *, last: bool = False) -> tuple[str, ...]
     return (*order, "") if last else ("", *order)
 
 
-def _times(program: Program) -> dict[str, _Times]:
+def _times(program: Program) -> tuple[Mapping[str, float], Mapping[str, float]]:
+    """Return, by module, the time of its forward and of its backward pass in ms."""
     forward: dict[str, float] = defaultdict(float)
     backward: dict[str, float] = defaultdict(float)
     names = _names_around(program)
+    # The model has no call of its own where only parts of it were called: its time is that of the passes.
+    whole = () if "" in program.calls else ("",)
     for op in program.ops:
         if op.phase == Phase.OPTIMIZER:
             continue
         total = forward if op.phase == Phase.FORWARD else backward
         # The time of an op is in that of every module around it.
-        for fqn in names[op.scope]:
+        for fqn in (*whole, *names[op.scope]):
             total[fqn] += op.time_ms
-    return {fqn: _Times(forward[fqn], backward[fqn]) for fqn in {*forward, *backward}}
+    return forward, backward
 
 
 def _names_around(program: Program) -> dict[int, tuple[str, ...]]:

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.table import Column, Table
+from rich.table import Table
 
 from sacplan.cli import options as o
 from sacplan.cli import sources
 from sacplan.cli.command import command
 from sacplan.cli.exits import INFEASIBLE
-from sacplan.cli.output import CommandResult, number, stage, table
+from sacplan.cli.output import CommandResult, rows_table, stage
 from sacplan.cli.targets import users_code
 from sacplan.core.budget import format_bytes
 from sacplan.integrations.hf.target import NAMED, ModelOptions, given
@@ -156,68 +156,56 @@ def _command(target: str, found: Verdict, hf: ModelOptions, more: list[str]) -> 
     words += [] if found.accumulation_steps == 1 else ["--grad-accum", str(found.accumulation_steps)]
     words += best.flags
     if best.techniques != DEFAULT_TECHNIQUES:
-        words += [word for name in found.techniques for word in ("--technique", name)]
+        words += [word for name in best.techniques for word in ("--technique", name)]
     return " ".join([*map(shlex.quote, [*words, *more]), "-o", "plan.json"])
 
 
 def _devices(answers: list[_Answer], sizes: bool) -> Table:
     """Return a line for each device: as it is, and with what is recommended."""
-    columns: list[tuple[Column | str, Callable[[_Answer, FitRow], str]]] = [
-        ("device", lambda answer, row: answer.found.device),
-        (number("limit"), lambda answer, row: format_bytes(row.limit_bytes)),
-        (
-            "as it is",
-            lambda answer, row: "fits" if answer.found.fits else f"no, by {answer.found.rows[0].over}",
-        ),
-        ("best", lambda answer, row: f"{row.optimizer}, {row.way}" if row.fits else "nothing fits"),
-        (number("needs"), lambda answer, row: format_bytes(row.reserved_bytes or row.peak_bytes)),
-        (number("step ms"), lambda answer, row: "" if row.step_ms is None else f"{row.step_ms:.1f}"),
-    ]
-    if sizes:
-        columns.append((number("largest batch"), lambda answer, row: _largest_batch(row)))
-    rows = [(answer, answer.found.recommended or answer.found.rows[0]) for answer in answers]
-    return table([title for title, _ in columns], [[cell(*each) for _, cell in columns] for each in rows])
+
+    def cells(found: Verdict) -> dict[str, str]:
+        row = found.recommended or found.rows[0]
+        return {
+            "device": found.device,
+            "limit": format_bytes(row.limit_bytes),
+            "unplanned": "fits" if found.fits else f"no, by {found.rows[0].over}",
+            "best": f"{row.optimizer}, {row.way}" if row.fits else "nothing fits",
+            "needs": format_bytes(row.reserved_bytes or row.peak_bytes),
+            "step": "" if row.step_ms is None else f"{row.step_ms:.1f}",
+            "largest": _at_least(row.largest_batch, row) if sizes else "",
+        }
+
+    return rows_table("fit on devices", [cells(answer.found) for answer in answers])
 
 
 def _table(answer: _Answer, sizes: bool) -> Table:
     found = answer.found
     rows = found.shown(sizes)
-    # Not on a CPU, nor where nothing fits.
-    has_reserved = any(row.reserved_bytes is not None for row in rows)
     # Each rank of a mesh has a buffer for each of its axes outside of the allocator.
     has_limits = len({row.limit_bytes for row in rows}) > 1
-    has_seq = found.seq is not None and found.devices == 1
-    columns: list[tuple[Column | str, bool, Callable[[FitRow], str]]] = [
-        ("optimizer", True, lambda row: row.optimizer),
-        ("run by", found.devices > 1, lambda row: row.spread),
-        ("", True, lambda row: row.way),
-        (number("peak"), True, lambda row: _size(row, row.peak_bytes) or "the same"),
-        (number("reserved"), has_reserved, lambda row: _size(row, row.reserved_bytes)),
-        (number("limit"), has_limits, lambda row: format_bytes(row.limit_bytes)),
-        (number("host"), any(row.host_bytes for row in rows), lambda row: _size(row, row.host_bytes)),
-        ("fits", True, lambda row: "yes" if row.fits else f"no, by {row.over}"),
-        (number("step ms"), True, _step_ms),
-        (number("largest batch"), sizes, _largest_batch),
-        (
-            number("longest sequence"),
-            sizes and has_seq,
-            lambda row: _at_least(row.longest_seq, row, answer.most),
-        ),
-    ]
-    shown = [(title, cell) for title, is_shown, cell in columns if is_shown]
-    return table([title for title, _ in shown], [[cell(row) for _, cell in shown] for row in rows])
+    has_seq = sizes and found.seq is not None and found.devices == 1
 
+    def cells(row: FitRow) -> dict[str, str]:
+        # A row that is the same as another one has its figures.
+        peak, reserved, host = (
+            format_bytes(n) if n and row.same_as is None else ""
+            for n in (row.peak_bytes, row.reserved_bytes, row.host_bytes)
+        )
+        return {
+            "optimizer": row.optimizer,
+            "spread": row.spread,
+            "way": row.way,
+            "peak": peak or "the same",
+            "reserved": reserved,
+            "limit": format_bytes(row.limit_bytes) if has_limits else "",
+            "host": host,
+            "fits": "yes" if row.fits else f"no, by {row.over}",
+            "step": "" if row.step_ms is None or row.same_as is not None else f"{row.step_ms:.1f}",
+            "largest": _at_least(row.largest_batch, row) if sizes else "",
+            "longest": _at_least(row.longest_seq, row, answer.most) if has_seq else "",
+        }
 
-def _size(row: FitRow, n_bytes: int | None) -> str:
-    return format_bytes(n_bytes) if n_bytes and row.same_as is None else ""
-
-
-def _step_ms(row: FitRow) -> str:
-    return "" if row.step_ms is None or row.same_as is not None else f"{row.step_ms:.1f}"
-
-
-def _largest_batch(row: FitRow) -> str:
-    return _at_least(row.largest_batch, row)
+    return rows_table("fit", [cells(row) for row in rows])
 
 
 def _at_least(size: int | None, row: FitRow, most: int | None = None) -> str:

@@ -155,12 +155,6 @@ def table(columns: Sequence[Column | str], rows: Sequence[Sequence[str]]) -> Tab
     return made
 
 
-def columns_of(name: str) -> dict[str, Column | str]:
-    """Return the columns of a table of ``columns.csv``, by the figures that they show."""
-    rows = [row for row in table_of(_COLUMNS) if row["table"] == name]
-    return {row["figure"]: number(row["title"]) if row["is_number"] else row["title"] for row in rows}
-
-
 def rows_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table of rows.
 
@@ -168,13 +162,15 @@ def rows_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
         name: The table of ``columns.csv``.
         rows: Figures by name.
     """
-    # A time or a share that is 0 in every row says nothing.
-    shown = {
-        figure: column
-        for figure, column in columns_of(name).items()
-        if not figure.endswith(("_ms", "_share")) or any(row[figure] for row in rows)
-    }
-    return table(list(shown.values()), [[_cell(figure, row[figure]) for figure in shown] for row in rows])
+    # A column that is 0 or empty in every row says nothing.
+    columns = [
+        column
+        for column in table_of(_COLUMNS)
+        if column["table"] == name and any(row[column["figure"]] for row in rows)
+    ]
+    titles = [number(column["title"]) if column["is_number"] else column["title"] for column in columns]
+    figures = [column["figure"] for column in columns]
+    return table(titles, [[_cell(figure, row[figure]) for figure in figures] for row in rows])
 
 
 def _cell(name: str, value: Any) -> str:

@@ -193,7 +193,10 @@ def verify(
     options = sources.as_planned(hf, plan, plan_file) if target.startswith(NAMED) else hf
     # A real step needs weights on its device, though random ones will do. A fake step needs none.
     with stage("loading"):
-        loaded = load_target(target, options, _real_place() if run == "real" else "meta")
+        import torch
+
+        here = "cuda" if torch.cuda.is_available() else "cpu"
+        loaded = load_target(target, options, here if run == "real" else "meta")
     facts = {"command": "verify", **show.target_facts(loaded)}
     try:
         seen = sources.verified(loaded, plan, run, grad_accum)
@@ -215,9 +218,3 @@ def verify(
     )
     # The figures are shown all the same: they say by how much the prediction was off.
     raise hinted(VerificationFailed(message, answer), *hints)
-
-
-def _real_place() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

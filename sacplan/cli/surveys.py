@@ -14,7 +14,7 @@ from sacplan.cli.command import command
 from sacplan.cli.exits import OutputError
 from sacplan.cli.files import check_output, is_ours
 from sacplan.cli.origin import origin_of, save
-from sacplan.cli.output import CommandResult, columns_of, note, rows_table, stage, table, warn
+from sacplan.cli.output import CommandResult, note, rows_table, stage, warn
 from sacplan.cli.targets import is_json_file, load_target, users_code
 from sacplan.core.writing import replacing
 from sacplan.errors import InfeasibleBudget
@@ -264,15 +264,8 @@ def devices() -> CommandResult:
     frame = sacplan.devices()
     # A figure that a device does not have is NaN in the frame. JSON has no NaN, so it becomes null.
     rows = frame.astype(object).where(frame.notna(), None).reset_index().to_dict("records")
-    columns = columns_of("devices")
-    cells = [[_figure(row[column]) for column in columns] for row in rows]
-    return CommandResult({"command": "devices", "devices": rows}, [table(list(columns.values()), cells)])
-
-
-def _figure(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    cells = [{k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+    return CommandResult({"command": "devices", "devices": rows}, [rows_table("devices", cells)])
 
 
 @command(

@@ -79,7 +79,9 @@ def load_target(text: str, options: ModelOptions, place: str = "meta") -> Target
     elif match := re.fullmatch(r"([\w.]+):([\w.]+)", text):
         module, attribute = _load_module(match[1]), match[2]
     else:
-        raise _unknown_form(text)
+        if is_json_file(text):
+            raise not_a_model(text)
+        raise TargetError(f"{text!r} is not a target; write {_FORMS}.{_meant(text)}")
     function = _find(module, attribute, text)
     _check_no_arguments(function, text)
     with users_code(text):
@@ -107,12 +109,6 @@ def _may_fetch(name: str, *, fetch: bool | None) -> bool:
     if fetch:
         note(f"fetching {what}")
     return bool(fetch)
-
-
-def _unknown_form(text: str) -> TargetError:
-    if is_json_file(text):
-        return not_a_model(text)
-    return TargetError(f"{text!r} is not a target; write {_FORMS}.{_meant(text)}")
 
 
 def _meant(text: str) -> str:
@@ -248,11 +244,14 @@ def _find(module: ModuleType, attribute: str | None, text: str) -> Callable[[], 
     for part in wanted.split("."):
         found = getattr(found, part, None)
     file = text.removesuffix(f":{attribute}")
+    # A target can only have a model if it has imported torch; do not import it for this.
+    torch, is_class = sys.modules.get("torch"), inspect.isclass(found)
     # Before ``callable``: a model is callable, and its class as well.
-    if _is_model(found):
+    if torch is not None and issubclass(found if is_class else type(found), torch.nn.Module):
+        named = f"the class {found.__name__}" if is_class else type(found).__name__
         raise TargetError(
-            f"{text} is a model ({_name_of(found)}), and a target is a function without arguments that returns a model "
-            f"and a batch. Write one in {file}, for example: def {_DEFAULT_NAME}(): return {_made(wanted, found)}, "
+            f"{text} is a model ({named}), and a target is a function without arguments that returns a model "
+            f"and a batch. Write one in {file}, for example: def {_DEFAULT_NAME}(): return {wanted}{'()' * is_class}, "
             "torch.randn(8, 64)"
         )
     function: Callable[[], Any] = found
@@ -272,22 +271,6 @@ def _find(module: ModuleType, attribute: str | None, text: str) -> Callable[[], 
     has = f"it has {', '.join(names)}" if names else "it defines no functions"
     example = f"; name one as {file}:{names[0]}" if names and attribute is None else ""
     raise TargetError(f"{file} has no function {wanted}; {has}{example}.")
-
-
-def _is_model(found: Any) -> bool:
-    """Return whether a value is an ``nn.Module`` or a class of them. If torch is not imported, nothing is."""
-    torch = sys.modules.get("torch")
-    # A target can only have a model if it has imported torch; do not import it for this.
-    kind = found if inspect.isclass(found) else type(found)
-    return torch is not None and issubclass(kind, torch.nn.Module)
-
-
-def _name_of(found: Any) -> str:
-    return f"the class {found.__name__}" if inspect.isclass(found) else type(found).__name__
-
-
-def _made(name: str, found: Any) -> str:
-    return f"{name}()" if inspect.isclass(found) else name
 
 
 def _check_no_arguments(function: Callable[[], Any], text: str) -> None:

@@ -109,7 +109,7 @@ class PlannedTraining:
         """Remove the plan. A run that failed leaves it on, so this is called before the next one, too."""
         self._to_compare = None
         # The watch first: it may hold a running profiler, of which there can be only one in the process.
-        self._watch.abandon()
+        self._watch.stop()
         handle, self._handle = self._handle, None
         # None if nothing was applied, or if it was removed already.
         if handle is not None:
@@ -189,13 +189,10 @@ class PeakWatch:
 
     def finish(self) -> None:
         """Stop measuring, and judge the steps that were not judged yet."""
-        self._judge(self._stop())
+        self._judge(self.stop())
 
-    def abandon(self) -> None:
-        """Stop measuring without judging the steps that remain, such as one that failed."""
-        self._stop()
-
-    def _stop(self) -> list[int]:
+    def stop(self) -> list[int]:
+        """Stop measuring, and return the peaks that were not judged yet; a step that failed has none."""
         # Also sets the counters, so that a step that is still running is not measured any more.
         meter, self._meter = self._meter, None
         self._left, self._running = 0, False

@@ -92,8 +92,12 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
         why = why_uncompiled(decisions) if args.torch_compile else ""
         if why:
             raise PlanError(f"the Trainer compiles its model (torch_compile=True). {why}")
-        if _checkpoints(args) and not self.plan.fingerprint.setup.checkpointed:
-            _stop_checkpointing(model)
+        # Checkpointing goes by its older names before transformers 5.20 or so.
+        names = ("activation_checkpointing", "gradient_checkpointing")
+        checkpoints = any(getattr(args, name, None) for name in names)
+        if checkpoints and not self.plan.fingerprint.setup.checkpointed:
+            stops = (getattr(model, f"{name}_disable", None) for name in names)
+            next(filter(None, stops))()
         check_model(model)
         for one in self.plans:
             _check_sharded(model, one)
@@ -386,6 +390,7 @@ def _check_plannable(trainer: transformers.Trainer) -> None:
     # replaced kernels, a second model on the device, or tensors that are moved to the host.
     args = trainer.args
     check_model(trainer.model)
+    is_of_trl = any(base.__module__.partition(".")[0] == "trl" for base in type(trainer).__mro__)
     found = {
         "nn.DataParallel over several GPUs": args.n_gpu > 1,
         "DeepSpeed": trainer.is_deepspeed_enabled,
@@ -395,9 +400,7 @@ def _check_plannable(trainer: transformers.Trainer) -> None:
         ),
         "activation_offloading": getattr(args, "activation_offloading", False),  # of TRL
         # With these, TRL's head calls the forward of the original model, not that of a copy.
-        "label_smoothing_factor or compute_loss_func with TRL (both are deprecated there)": _is_of_trl(
-            trainer
-        )
+        "label_smoothing_factor or compute_loss_func with TRL (both are deprecated there)": is_of_trl
         and (args.label_smoothing_factor > 0 or trainer.compute_loss_func is not None),
     }
     for what, is_used in found.items():
@@ -406,10 +409,6 @@ def _check_plannable(trainer: transformers.Trainer) -> None:
                 f"this trainer uses {what}, which profile_trainer does not support. Describe the step of one "
                 "process to sacplan.profile yourself."
             )
-
-
-def _is_of_trl(trainer: transformers.Trainer) -> bool:
-    return any(base.__module__.partition(".")[0] == "trl" for base in type(trainer).__mro__)
 
 
 def _check_sharded(model: torch.nn.Module, plan: Plan) -> None:
@@ -449,14 +448,3 @@ def _check_sharded(model: torch.nn.Module, plan: Plan) -> None:
                 f"parameters are not gathered where the unit recomputes. Name {inner!r} among the units of FSDP2 that "
                 "you plan with."
             )
-
-
-def _stop_checkpointing(model: Any) -> None:
-    """Switch checkpointing off, by the name that this version of transformers has for it."""
-    named = "activation_checkpointing_disable"
-    (getattr(model, named) if hasattr(model, named) else model.gradient_checkpointing_disable)()
-
-
-def _checkpoints(args: Any) -> bool:
-    """Whether the Trainer switches checkpointing on: ``gradient_checkpointing`` before transformers 5.20 or so."""
-    return any(getattr(args, name, None) for name in ("activation_checkpointing", "gradient_checkpointing"))

@@ -44,14 +44,12 @@ class Outcome:
         plan: It holds the limit; None if none does.
         peak_bytes: Peak of the plan, or the smallest that was reached.
         error: Why there is no plan.
-        nearest_reserved_bytes: Where the tensors fit a GPU and no plan's segments do: the fewest that are reserved.
     """
 
     profile: Profile
     plan: Plan | None
     peak_bytes: int
     error: InfeasibleBudget | None = None
-    nearest_reserved_bytes: int | None = None
 
     def made(self) -> Plan:
         """Return the plan, or raise the error that says why there is none."""
@@ -59,12 +57,6 @@ class Outcome:
             raise self.error
         assert self.plan is not None
         return self.plan
-
-    @property
-    def reserved_bytes(self) -> int | None:
-        """Bytes reserved on a GPU; None on a CPU, and where no plan's tensors fit."""
-        memory = None if self.plan is None else self.plan.device_memory
-        return self.nearest_reserved_bytes if memory is None else memory.reserved_bytes()
 
     @property
     def step_ms(self) -> float | None:
@@ -110,7 +102,7 @@ def outcome_of(request: Request, profile: Profile, *, looks_further: bool = Fals
     # Segments are looked at only where the tensors fit. If they do not, there was one try.
     if least.peak_bytes <= room.n_bytes:
         error = segments_do_not_fit(profile, found, least.needs, room)
-        return Outcome(profile, None, least.peak_bytes, error, least.needs)
+        return Outcome(profile, None, least.peak_bytes, error)
     error = infeasible(profile, asked, room.n_bytes, looks_further=looks_further)
     return Outcome(profile, None, error.smallest_feasible_bytes, error)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -25,6 +25,9 @@ from sacplan.device.op_kernels import Call
 from sacplan.planning.saved_values import bytes_of, cheapest_saved, price_of, without_forbidden
 from sacplan.torch_compat import partitioning
 from sacplan.torch_compat.partitioning import ForwardValue, LoweredGraphs, Prices
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Memory budgets of PyTorch's own partitioner, whose splits are compared with ours.
 _SETTINGS = (0.75, 0.5, 0.25)
@@ -251,7 +254,7 @@ class Partitioner:
         """Have ``torch.compile`` partition graphs as it did before. What is compiled stays as it is."""
         partitioning.swap_partitioner(self._before)
 
-    def __enter__(self) -> Partitioner:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: Any) -> None:

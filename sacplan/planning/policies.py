@@ -109,8 +109,14 @@ def policy(
         if option is not None or layers is not None or slices is not None or keep or never:
             raise PlanError("a policy on a mesh takes no option, layers, slices, keep or never.")
         with looking_for_plans():
-            spread = spread_policy(profile, mode, mesh)
-        return handed_out(spread, profile)
+            made = policy("none", profile=way(profile, mesh, mode).profile)
+        provenance = structs.replace(
+            made.provenance,
+            solver=f"policy-{mode}",
+            options={"mode": mode, "sharding": mode},
+            techniques=("shard",),
+        )
+        return handed_out(structs.replace(made, provenance=provenance), profile)
     # A policy of a mesh, but without one. Unknown modes come after it, since their message says less.
     if mode in POLICIES or " + " in mode:
         raise PlanError(f"policy {mode!r} spreads a step over ranks: give them, mesh={{'dp': 8}}.")
@@ -137,19 +143,6 @@ def policy(
         decisions = as_decisions(_discarded_by(mode, option, program, layers, pins))
     made = plan_by_hand(profile, decisions, name, pins, options=asked, techniques=techniques)
     return handed_out(made, profile)
-
-
-def spread_policy(profile: Profile, mode: str, mesh: Any) -> Plan:
-    """Return the plan of a named sharding, without recomputation."""
-    spread = way(profile, mesh, mode)
-    made = policy("none", profile=spread.profile)
-    provenance = structs.replace(
-        made.provenance,
-        solver=f"policy-{mode}",
-        options={"mode": mode, "sharding": mode},
-        techniques=("shard",),
-    )
-    return structs.replace(made, provenance=provenance)
 
 
 def _discarded_by(

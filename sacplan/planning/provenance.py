@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from sacplan.core.files import Name
@@ -76,11 +75,6 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             'trace="real" and the most uneven batch, or leave headroom'
             for found in self.assumptions
         )
-
-    def with_limit(self, what: str) -> Provenance:
-        """Return a copy that names one more solver or search that stopped at its limit of work."""
-        reached = () if self.limits_reached is UNSET else self.limits_reached
-        return msgspec.structs.replace(self, limits_reached=(*reached, what))
 
     @property
     def limit_in_words(self) -> str:

@@ -17,15 +17,10 @@ from sacplan.profiling import files as profile_files
 PATH = files.schema_path("plan", SCHEMA_VERSION)
 
 
-def plan_schema() -> dict[str, Any]:
-    """Return the JSON schema of plan files."""
-    return files.schema_of(PlanFile, "A plan of sacplan")
-
-
 def schemas() -> dict[Path, dict[str, Any]]:
     """Return all schemas by their path in the package."""
     return {
-        PATH: plan_schema(),
+        PATH: files.schema_of(PlanFile, "A plan of sacplan"),
         files.schema_path("profile", profile_files.SCHEMA_VERSION): profile_files.schema(),
         files.schema_path("device", DEVICE_VERSION): devices.schema(),
     }

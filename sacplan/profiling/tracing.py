@@ -184,16 +184,6 @@ def profile(
     return found
 
 
-def _check_gradient_hooks(model: torch.nn.Module) -> None:
-    # ``fully_shard`` makes parameters of its own, on which the hook is not.
-    if has_gradient_hooks(model):
-        raise TraceError(
-            "a parameter has a hook that runs when its gradient is there (register_post_accumulate_grad_hook), and "
-            "spreading the model makes other parameters. Spread it inside of sacplan.ranks(...), register the hook "
-            "there, and profile it."
-        )
-
-
 def warn_of_step(found: Profile, stacklevel: int) -> None:
     """Warn of what makes a recorded step another than the one that its user trains."""
     if said := without_bfloat16(found.recorded, found.spec):
@@ -259,8 +249,13 @@ class StepRequest:
             raise PlanError(
                 'a step on ranks is recorded on fake tensors; make the profile with trace="fake".'
             )
-        if self.ranks != ONE_RANK:
-            _check_gradient_hooks(self.model)
+        # ``fully_shard`` makes parameters of its own, on which the hook is not.
+        if self.ranks != ONE_RANK and has_gradient_hooks(self.model):
+            raise TraceError(
+                "a parameter has a hook that runs when its gradient is there (register_post_accumulate_grad_hook), and "
+                "spreading the model makes other parameters. Spread it inside of sacplan.ranks(...), register the hook "
+                "there, and profile it."
+            )
         check_accumulation(self.accumulation_steps)
         if self.mode == "inference" and self.accumulation_steps > 1:
             raise TraceError(

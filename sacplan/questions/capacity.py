@@ -94,19 +94,6 @@ class Capacity:
         more = best.samples_per_s / self.samples_per_s - 1
         return f"fastest of those looked at: {best.batch_size}, {more:.1%} more samples/s"
 
-    @property
-    def left(self) -> str:
-        """The memory of the device beyond the budget, in words."""
-        if self.outside:
-            return f"the rest is outside of torch's allocator: {outside_text(self.outside)}"
-        return f"{format_bytes(self.headroom_bytes)} left free"
-
-    @property
-    def reserved(self) -> str:
-        """The bytes that torch reserves with the plan, in words; empty for a CPU."""
-        found = self.plan.device_memory
-        return "" if found is None else f"{format_bytes(found.reserved_bytes())} reserved"
-
     def to_frame(self) -> pd.DataFrame:
         """Return a table with one row for each size that was tried, by size."""
         return frame(self.points).set_index("batch_size")
@@ -115,15 +102,20 @@ class Capacity:
         """Return the answer and its figures, for people."""
         limit = " (at_most)" if self.bounded_by == "at_most" else ""
         added = f", {self.plan.added_ms:.2f} ms for chunks" if self.plan.chunks else ""
+        left = f"{format_bytes(self.headroom_bytes)} left free"
+        if self.outside:
+            left = f"the rest is outside of torch's allocator: {outside_text(self.outside)}"
+        memory = self.plan.device_memory
+        reserved = "" if memory is None else f", {format_bytes(memory.reserved_bytes())} reserved"
         rows = [
-            ("budget", f"{format_bytes(self.budget_bytes)}, {self.left}"),
+            ("budget", f"{format_bytes(self.budget_bytes)}, {left}"),
             (
                 "largest",
                 f"{self.unplanned_batch_size} without a plan, {self.largest_batch_size} with one{limit}",
             ),
             ("samples/s", f"{self.samples_per_s:.2f} (predicted)"),
             ("faster", f"{self.faster}; see sacplan.throughput" if self.faster else ""),
-            ("peak", ", ".join(filter(None, (format_bytes(self.plan.peak_bytes), self.reserved)))),
+            ("peak", f"{format_bytes(self.plan.peak_bytes)}{reserved}"),
             ("step", f"{self.step_ms:.2f} ms, {self.plan.recompute_ms:.2f} ms of it recomputation{added}"),
         ]
         title = f"Batch of {self.batch_size}: {self.plan.fingerprint.model_class} on {self.device}"

@@ -219,7 +219,9 @@ class Case:
             # No plan helps if the optimizer's own step is over the budget.
             asked = way.long or self._update_peak_bytes(way) <= budget_bytes
             found = _cheapest(self.step, way, left) if asked else None
-            return found or (_nearest(self.step, way, left) if way.long else self.smallest(way))
+            if found is None and way.long:  # what came nearest to the budget in the long search
+                return _planner(self.step, way, left).searches.nearest.smallest
+            return found or self.smallest(way)
 
         def takes(made: _Choice) -> tuple[int, int]:
             taken = self._measure(made)
@@ -317,8 +319,10 @@ class Case:
         if self.step.runs_compiled:
             return self._noted(row, axis, max(known, self._largest_run(axis, made[0])))
         # Where one sample fits and two do not, no other batch has to be recorded, either.
-        if axis.name == "batch" and axis.asked == 1 and not self._fits_at(axis.record(2), made):
-            return 1
+        if axis.name == "batch" and axis.asked == 1:
+            two = axis.record(2)
+            if all(self._program(one, two).footprint.peak_bytes > self.room.n_bytes for one in made):
+                return 1
         if axis.steps is None:
             return None
         return self._noted(row, axis, self._largest(axis.steps, axis, made, known))
@@ -336,9 +340,6 @@ class Case:
             return self.room.needs(program) - self.room.n_bytes
 
         return axis.unit * largest_within(over, axis.most, axis.asked // axis.unit)
-
-    def _fits_at(self, step: Profile, made: list[_Choice]) -> bool:
-        return any(self._program(one, step).footprint.peak_bytes <= self.room.n_bytes for one in made)
 
     def _largest(self, steps: Sized, axis: SizeAxis, made: list[_Choice], known: int) -> int:
         """Return the largest size that fits with any of some plans; no smaller one than ``known`` is looked for."""
@@ -406,8 +407,3 @@ def _planner(step: Profile, way: Way, left: int) -> Planner:
     ):
         return planner.that_knows(known)
     return planner
-
-
-def _nearest(step: Profile, way: Way, left: int) -> _Choice:
-    """Return what came nearest to a budget for which ``_cheapest`` has searched for long, and found nothing."""
-    return _planner(step, way, left).searches.nearest.smallest

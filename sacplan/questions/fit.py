@@ -162,12 +162,6 @@ class Sweep(Asked):
 
     remarks: list[str] = field(default_factory=list)
 
-    @property
-    def hosted(self) -> list[str]:
-        """Optimizers with their state on the host that are worth comparing with the one that was asked for."""
-        is_adam = next(iter(self.makes)).startswith("adam")
-        return [name for name in (COMPARED_ON_HOST if is_adam else ()) if name not in self.makes]
-
     @cached_property
     def cases(self) -> dict[str, Case]:
         """By name, the step with each optimizer."""
@@ -297,7 +291,9 @@ class Sweep(Asked):
         """Return rows of optimizers whose state is on the host, each up to the first way that fits."""
         found: list[FitRow] = []
         accumulates = self.recordings.options["accumulation_steps"] > 1
-        for name in self.hosted:
+        # Variants of Adam, which are worth comparing with no other optimizer.
+        is_adam = next(iter(self.makes)).startswith("adam")
+        for name in (one for one in COMPARED_ON_HOST if is_adam and one not in self.makes):
             # One that lets gradients go cannot add to them, and is tried where nothing else fits.
             if self.whole(name) and (accumulates or any(row.fits for row in found)):
                 continue

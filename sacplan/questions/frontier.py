@@ -50,11 +50,6 @@ class FrontierRow(Row):
     solver: str
     budget_bytes: int
 
-    @classmethod
-    def of(cls, solver: str, budget_bytes: int, outcome: Outcome) -> FrontierRow:
-        """Return the row of a plan, or of a budget for which the solver found none."""
-        return cls(solver=solver, budget_bytes=budget_bytes, **Row.taken(outcome))
-
     def figures(self) -> dict[str, Any]:
         """Return the figures of the plan, and shares computed from them."""
         made = self.plan
@@ -150,7 +145,7 @@ def _rows(
     for at, (budget, one) in enumerate(asked, 1):
         name = one.solver if isinstance(one.solver, str) else one.solver.name
         begins(f"{name} at {format_bytes(budget)}, {at} of {len(asked)}")
-        row = FrontierRow.of(name, budget, outcome_of(one, profile))
+        row = FrontierRow(solver=name, budget_bytes=budget, **Row.taken(outcome_of(one, profile)))
         if row.fits:
             yield row
     yield from named
@@ -184,4 +179,5 @@ def _named_policies(profile: Profile, how: Request) -> Iterator[FrontierRow]:
             found = policy(**options, profile=profile, keep=how.keep, never=how.never)
         except PlanError:  # patterns and options were checked, so this one would change nothing
             continue
-        yield FrontierRow.of(name, found.peak_bytes, Outcome(profile, found, found.peak_bytes))
+        taken = Row.taken(Outcome(profile, found, found.peak_bytes))
+        yield FrontierRow(solver=name, budget_bytes=found.peak_bytes, **taken)

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sacplan.core.budget import format_bytes
-from sacplan.core.names import short_op, shown_module
+from sacplan.core.names import short_op
 from sacplan.core.program import ROOT_SCOPE, Phase, Program, StorageKind
 from sacplan.profiling.profile import Profile
-from sacplan.questions.alive import alive_at
+from sacplan.questions.alive import Origins, alive_at
 
 _IN_A_LIST = re.compile(
     r"(?:(.+?)\.)?(\d+)(?:\.|$)"
@@ -83,15 +83,12 @@ def parts_of(profile: Profile, program: Program) -> tuple[Part, ...]:
 
 def moment_of(profile: Profile, program: Program) -> str:
     """Return phase, op and module of the peak in words."""
-    op = program.ops[program.footprint.peak_op]
-    # An op that runs again is named for the op that it repeats.
-    recorded = op.recomputes if op.recomputes >= 0 else program.footprint.peak_op
-    name = short_op(program.ops[recorded].name)
-    module = shown_module(program, recorded, profile.fingerprint.model_class)
-    if op.phase == Phase.OPTIMIZER:
-        return _PHASES[op.phase]
-    again = ", which runs again" if op.recomputes >= 0 else ""
-    return f"{_PHASES[op.phase]}, at {name} of {module}{again}"
+    at = program.footprint.peak_op
+    when = _PHASES[program.ops[at].phase]
+    if program.ops[at].phase == Phase.OPTIMIZER:
+        return when
+    module, name, again = Origins(profile, program).made_by(at)
+    return f"{when}, at {name} of {module}{', which runs again' if again else ''}"
 
 
 class _Words:

@@ -293,11 +293,6 @@ class Verdict:
         return (f"Use {self.recommended.name}.",)
 
     @property
-    def techniques(self) -> tuple[str, ...]:
-        """The techniques of the recommended plan."""
-        return () if self.recommended is None else self.recommended.techniques
-
-    @property
     def code(self) -> str:
         """Lines of Python to paste. ``model``, ``batch`` and ``params`` stand for the user's own."""
         best = self.recommended

@@ -37,7 +37,7 @@ GIB, MIB = 2**30, 2**20
 BUCKETS = 480
 """The number of moments of a step that a small chart shows."""
 
-_FRONTIER_COLUMNS = ("solver", "peak_bytes", "recompute_share", "lower_bound_ms", "status")
+_FRONTIER_COLUMNS = ("solver", "peak_bytes", "recompute_share", "added_share", "lower_bound_ms", "status")
 _THIN = 1 / 400  # share of the highest peak below which an area is under a pixel high and not in the legend
 _LETTER = 0.62  # approximate width of a letter, in font sizes
 _FONT = 8.5
@@ -56,13 +56,12 @@ def check_frontier(frame: pd.DataFrame) -> pd.DataFrame:
     if missing or not len(frame):
         what = f"has no column {', '.join(map(repr, missing))}" if missing else "has no rows"
         raise PlanError(f"the frontier {what}. Give the frame that sacplan.frontier(profile) returns.")
-    added = frame.get("added_share", 0.0)  # older frames have none
-    return frame.assign(cost_share=frame["recompute_share"] + added)
+    return frame.assign(cost_share=frame["recompute_share"] + frame["added_share"])
 
 
 def has_chunks(frame: pd.DataFrame) -> bool:
     """Return whether any plan of a frontier runs something in slices."""
-    return "added_share" in frame and bool(frame["added_share"].any())
+    return bool(frame["added_share"].any())
 
 
 def draw_memory(
@@ -261,15 +260,7 @@ def _name_phases(axis: Axes, timeline: Timeline) -> None:
     for phase, start, end in timeline.phase_spans():
         if phase != Phase.FORWARD and start:
             axis.axvline(start, color=FAINT, linewidth=0.8, alpha=0.6)
-        name = phase.name.lower()
-        if (end - start) / x_ms * _axis_points(axis) > _points_wide(name):
+        name, points = phase.name.lower(), axis.bbox.width * 72 / axis.figure.dpi
+        if (end - start) / x_ms * points > len(name) * _LETTER * _FONT:
             axis.text((start + end) / 2, 0.96, name, color=FAINT, ha="center", va="center",
                       transform=axis.get_xaxis_transform())  # fmt: skip
-
-
-def _axis_points(axis: Axes) -> float:
-    return float(axis.bbox.width * 72 / axis.figure.dpi)
-
-
-def _points_wide(text: str) -> float:
-    return len(text) * _LETTER * _FONT

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from sacplan.planning.reading import plan_rows
 from sacplan.profiling.profile import Profile
 from sacplan.questions.alive import WORKSPACE, AliveGroup, peak_groups
 from sacplan.questions.parts import peak_in_words
-from sacplan.report.chunks import ChunkRow, chunk_rows
+from sacplan.report.chunks import chunk_rows
 from sacplan.report.figures import (
     BUCKETS,
     GIB,
@@ -117,32 +116,21 @@ def _code(profile: Profile, plan: Plan) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunks:
-    """The chunks of a plan, how exact they are, and why the loss cannot run in slices, for each module."""
+def _chunks(profile: Profile, plan: Plan) -> dict[str, Any] | None:
+    """Return the chunks of a plan, how exact they are, and why the loss cannot run in slices, for each module.
 
-    rows: list[ChunkRow]
-    exactness: str
-    refusals: list[str]
-
-
-def _chunks(profile: Profile, plan: Plan) -> _Chunks | None:
-    """Collect what the page says about chunks. None for a plan that may not use them."""
+    None for a plan that may not use chunks.
+    """
     if "chunk" not in plan.provenance.techniques:
         return None
     exactness = f"Gradients are {plan.gradients}: {plan.why_gradients}"
-    if profile.mode != "train":
+    refused: Mapping[str, str] = {}
+    if profile.mode == "train":
+        refused = loss_chunks(profile.program, profile.spec).refused
+    else:
         exactness = "The output is close: kernels may round slices otherwise"
-    return _Chunks(
-        rows=chunk_rows(profile, plan),
-        exactness=exactness,
-        refusals=_loss_refusals(profile),
-    )
-
-
-def _loss_refusals(profile: Profile) -> list[str]:
-    refused = loss_chunks(profile.program, profile.spec).refused if profile.mode == "train" else {}
-    return [f"from {unit} on: {why}" for unit, why in refused.items()]
+    refusals = [f"from {unit} on: {why}" for unit, why in refused.items()]
+    return {"rows": chunk_rows(profile, plan), "exactness": exactness, "refusals": refusals}
 
 
 def _made(group: AliveGroup) -> str:

@@ -86,9 +86,11 @@ class Report:
         """
         import pandas as pd
 
-        groups, shown = peak_groups(self.profile, self.program), _top(top)
+        if top is not None and top < 1:
+            raise PlanError(f"top={top}: ask for at least 1 row, or None for all.")
+        groups = peak_groups(self.profile, self.program)
         rows = [
-            (g.module, g.op, g.kind, g.recomputed, g.count, g.each_bytes, g.n_bytes) for g in groups[shown]
+            (g.module, g.op, g.kind, g.recomputed, g.count, g.each_bytes, g.n_bytes) for g in groups[:top]
         ]
         # One row for all that is not shown, so that the bytes still sum up to the peak.
         if rest := groups[len(rows) :]:
@@ -242,13 +244,6 @@ class Report:
         with replacing(path) as part:  # never compressed: the viewer reads plain pickles
             part.write_bytes(contents)
         return Path(path)
-
-
-def _top(top: int | None) -> slice:
-    """Return the slice of the first rows; None stands for all."""
-    if top is not None and top < 1:
-        raise PlanError(f"top={top}: ask for at least 1 row, or None for all.")
-    return slice(top)
 
 
 def _frame(rows: Sequence[Any], kind: type) -> pd.DataFrame:

@@ -22,24 +22,20 @@ class Timeline:
 
     Attributes:
         ops: index of the recorded op that runs.
-        during: the recorded op that waits for it: for a recomputed op the next one that is not recomputed, else itself.
         recomputed: whether it runs a second time.
         start_ms: when it starts, each op taking its predicted time.
         end_ms: when the last one ends.
         live_bytes: everything alive while it runs.
         kind_bytes: the same by ``StorageKind``, one row per op.
-        host_bytes: what is alive in the memory of the host, which is in neither of these.
-        phases: the phase; for a recomputed op, that of the op that waits.
+        phases: the phase in which it runs; for a recomputed op, that of the op that waits for it.
     """
 
     ops: NDArray[np.int64]
-    during: NDArray[np.int64]
     recomputed: NDArray[np.bool_]
     start_ms: NDArray[np.float64]
     end_ms: float
     live_bytes: NDArray[np.int64]
     kind_bytes: NDArray[np.int64]
-    host_bytes: NDArray[np.int64]
     phases: NDArray[np.int64]
 
     @property
@@ -78,24 +74,16 @@ def timeline_of(program: Program) -> Timeline:
             size = program.storage_bytes[op.replaces]
             row[StorageKind.TEMPORARY] += size
             row[program.storage_kinds[op.replaces]] -= size
-    during = list(ops)
-    # Backwards: a recomputed op gets what the next one waits for, up to the next op that is not recomputed.
-    # The last op of a step is never recomputed.
-    for i in range(len(moments) - 2, -1, -1):
-        if recomputed[i]:
-            during[i] = during[i + 1]
     times = np.array([program.ops[op].time_ms for op in ops], dtype=float)
     ends = np.cumsum(times)
     return Timeline(
         ops=np.array(ops, dtype=np.int64),
-        during=np.array(during, dtype=np.int64),
         recomputed=recomputed,
         start_ms=np.concatenate(([0.0], ends[:-1])) if len(ends) else ends,
         end_ms=float(ends[-1]) if len(ends) else 0.0,
         live_bytes=np.array([m.live_bytes for m in moments], dtype=np.int64),
         kind_bytes=kind_bytes,
-        host_bytes=np.array([m.host_bytes for m in moments], dtype=np.int64),
-        phases=np.array([program.ops[op].phase for op in during], dtype=np.int64),
+        phases=np.array([op.phase for op in running], dtype=np.int64),
     )
 
 

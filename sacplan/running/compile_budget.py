@@ -7,7 +7,6 @@ whose peak fits. Inductor lowers, fuses and orders each, and says how much is al
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from sacplan.core.arguments import checked
 from sacplan.core.budget import exact_bytes, format_bytes, parse_budget
@@ -61,7 +60,7 @@ def choose(graph: SplitGraph, budget: float | str, calls: int = 1) -> tuple[Spli
     )
 
 
-class CompileBudget:
+class CompileBudget(Partitioner):
     """A budget that holds for what ``torch.compile`` compiles until ``remove()``, or to the end of a ``with``.
 
     Attributes:
@@ -72,22 +71,12 @@ class CompileBudget:
         self.graphs: list[CompiledGraph] = []
         self._budget = budget
         self._calls = calls
-        self._partitioner = Partitioner(self._choose, ("sacplan", str(budget), calls), outputs_stay=True)
+        super().__init__(self._split, ("sacplan", str(budget), calls), outputs_stay=True)
 
-    def _choose(self, graph: JointGraph) -> Split:
+    def _split(self, graph: JointGraph) -> Split:
         split, held = choose(graph, self._budget, self._calls)
         self.graphs.append(held)
         return split
-
-    def remove(self) -> None:
-        """Have ``torch.compile`` partition graphs as it did before. What is compiled stays as it is."""
-        self._partitioner.remove()
-
-    def __enter__(self) -> CompileBudget:
-        return self
-
-    def __exit__(self, *exc_info: Any) -> None:
-        self.remove()
 
 
 @checked(PlanError)

@@ -56,7 +56,8 @@ def test_a_plan_without_a_budget_fits_its_device_or_there_is_none(share: float) 
     plan = outcome.plan
     if plan is None:
         # If the tensors fit, it is what torch would reserve that does not.
-        assert OF_DEVICE.room_of(profile).n_bytes == room < (outcome.reserved_bytes or outcome.peak_bytes)
+        assert outcome.error is not None
+        assert OF_DEVICE.room_of(profile).n_bytes == room < outcome.error.smallest_feasible_bytes
         return
     assert plan.device_memory is not None
     assert plan.device_memory.reserved_bytes() <= room

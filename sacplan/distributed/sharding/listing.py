@@ -70,11 +70,6 @@ def _axes(axes: Sequence[int]) -> str:
     return "S" + "".join(map(str, axes)) if axes else "R"
 
 
-def name_of_layouts(inputs: Sequence[Placements], outputs: Sequence[Placements]) -> str:
-    """Return a name made of layouts: ``"S0,R x R,S1 -> S0,S1"``."""
-    return f"{' x '.join(map(format_layout, inputs))} -> {' x '.join(map(format_layout, outputs))}"
-
-
 @dataclass(frozen=True, slots=True)
 class Operand:
     """A tensor that an op is given, or returns.
@@ -364,7 +359,9 @@ class _Listing:
             found = product_name(layouts[x], layouts[weight], self.tensors[x].dim(), out_dim)
             if found is not None:
                 return found
-        return name_of_layouts(layouts[:n], layouts[n:])
+        # Such as "S0,R x R,S1 -> S0,S1".
+        inputs, outputs = (" x ".join(map(format_layout, some)) for some in (layouts[:n], layouts[n:]))
+        return f"{inputs} -> {outputs}"
 
     def _forward(self, chosen: Sequence[AxisForm], layouts: Sequence[Placements]) -> Communication:
         n = len(self.trace.leaves)

@@ -35,8 +35,13 @@ def this_rank() -> str:
     )
 
 
-def check_ranks(n: int) -> None:
-    """Check that there is a default process group of so many ranks."""
+def device_mesh_of(device: str, ranks: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """Return a device mesh over all ranks of the default process group.
+
+    Raises:
+        PlanError: there is no group, or it has another number of ranks.
+    """
+    n = prod(ranks)
     if not is_running():
         raise PlanError(
             f"this plan is for a mesh of {n} ranks, and there is no process group: start {n} processes with "
@@ -47,15 +52,6 @@ def check_ranks(n: int) -> None:
             f"this plan is for a mesh of {n} ranks, and {dist.get_world_size()} run: start {n}, or plan for a mesh of "
             f"{dist.get_world_size()}."
         )
-
-
-def device_mesh_of(device: str, ranks: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """Return a device mesh over all ranks of the default process group.
-
-    Raises:
-        PlanError: there is no group, or it has another number of ranks.
-    """
-    check_ranks(prod(ranks))
     return init_device_mesh(device, tuple(ranks), mesh_dim_names=tuple(names))
 
 
