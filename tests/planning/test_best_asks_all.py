@@ -7,7 +7,9 @@ import torch
 
 import sacplan
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
+
+import transformers
 
 from benchmarks.models import hf_models
 
@@ -23,7 +25,9 @@ def test_no_solver_is_cheaper_at_the_smallest_peak_of_another() -> None:
     batch = {"pixel_values": images, "labels": torch.zeros(64, dtype=torch.long)}
     profile = sacplan.profile(model, batch, optimizer=torch.optim.SGD, device="h100")
     budget = f"{sacplan.plan(profile, 'smallest', 'milp').peak_bytes}B"
-    costs = {solver: sacplan.plan(profile, budget, solver).recompute_ms for solver in ("milp", "rotor", "best")}
+    costs = {
+        solver: sacplan.plan(profile, budget, solver).recompute_ms for solver in ("milp", "rotor", "best")
+    }
     assert costs["best"] == costs["rotor"] < costs["milp"]
 
 
