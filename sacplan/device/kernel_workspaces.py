@@ -23,6 +23,7 @@ import torch
 from sacplan.device.cublas import PRODUCTS, library_workspace_bytes, workspaces_stay
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.reductions import reduction_bytes
+from sacplan.device.row_kernels import in_channels_last
 from sacplan.torch_compat.calls import Call
 from sacplan.torch_compat.ops import RuleTable
 
@@ -257,13 +258,8 @@ def _gemm_4bit(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
 @workspace("aten::convolution", "aten::convolution_backward")
 def _convolution(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     """Count copies of operands that are not in the memory format of the kernel, and cuDNN's own workspace."""
-    # One operand in channels-last is enough for that kernel. A tensor that is contiguous in both formats, as with one
-    # channel, decides nothing.
     tensors = [t for t in (a.get("grad_output"), a["input"], a["weight"]) if t is not None and t.dim() >= 3]
-    last = tensors[0].dim() == 4 and any(
-        t.is_contiguous(memory_format=torch.channels_last) and not t.is_contiguous()
-        for t in (a["input"], a["weight"])
-    )
+    last = in_channels_last(a["input"], a["weight"])
     memory_format = torch.channels_last if last else torch.contiguous_format
     copies = [t.nbytes for t in tensors if not t.is_contiguous(memory_format=memory_format)]
     return [*copies, *_cudnn_convolution(a, last)]

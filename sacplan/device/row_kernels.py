@@ -232,14 +232,27 @@ def _recurrent(call: Call) -> tuple[Kernel, ...]:
     return (Kernel("convolution", call.nbytes, flops=call.flops, launches=launches),)
 
 
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def in_channels_last(input: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether cuDNN convolves images [N, C, H, W] in channels last: if input or filters are (``ConvUtils.h``).
+
+    A tensor that is contiguous in both formats, as with one channel, decides nothing.
+    """
+    return input.dim() == 4 and any(_is_channels_last(t) and not t.is_contiguous() for t in (input, weight))
+
+
 @kernels("aten::convolution", "aten::convolution_backward", "aten::cudnn_convolution")
 def _convolution(call: Call) -> tuple[Kernel, ...]:
     """One kernel in the forward pass; one for each gradient in the backward pass, and a sum for the bias's.
 
     Matrix units take channels last; other tensors are transposed before and after ("Data and Filter Formats" in the
-    guide of cuDNN; with TF32, profiles show ``nchwToNhwcKernel<float, ...>``). Without them, float32 convolutions of
-    3 x 3 are Winograd's: a tile of 2 x 2 results takes 16 products for 36 (Lavin and Gray, 2015). Depthwise
-    convolutions of contiguous tensors are PyTorch's own.
+    guide of cuDNN; with TF32, profiles show ``nchwToNhwcKernel<float, ...>``). If one operand is in channels last,
+    PyTorch copies the others (``Convolution.cpp``). Without matrix units, float32 convolutions of 3 x 3 are Winograd's:
+    a tile of 2 x 2 results takes 16 products for 36 (Lavin and Gray, 2015). Depthwise convolutions of contiguous
+    tensors are PyTorch's own.
     """
     a = call.arguments
     x, weight = a["input"] if "input" in a else a["self"], a["weight"]
@@ -256,13 +269,17 @@ def _convolution(call: Call) -> tuple[Kernel, ...]:
         kind = "padded_convolution_backward" if backward else "padded_convolution"
     moved = sum(map(tensor_bytes, (x, weight, y)))
     flops = 0 if depthwise else call.flops / max(1, n)
-    on_matrix_units, channels_last = x.element_size() == 2 or call.tf32, x.stride(1) == 1
+    on_matrix_units = x.element_size() == 2 or call.tf32
+    channels_last = x.stride(1) == 1 or in_channels_last(x, weight)
     if kind == "convolution" and x.dtype == torch.float32 and not (on_matrix_units or channels_last):
         filters = [*weight.shape[2:], *a["stride"], *a["dilation"]]
         flops *= 16 / 36 if filters == [3, 3, 1, 1, 1, 1] else 1
     found = [Kernel(kind, moved, flops=flops)] * n
     if mask[2]:
         found.append(Kernel("reduction", tensor_bytes(y)))
-    if on_matrix_units and not channels_last and not depthwise:
+    if in_channels_last(x, weight):
+        read = (x, weight, y) if backward else (x, weight)
+        found += [Kernel("strided", 2 * tensor_bytes(t)) for t in read if not _is_channels_last(t)]
+    elif on_matrix_units and not channels_last and not depthwise:
         found.append(Kernel("strided", 2 * (tensor_bytes(y) + n * tensor_bytes(x)), launches=1 + n))
     return tuple(found)

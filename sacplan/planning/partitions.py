@@ -172,9 +172,9 @@ def ms_of(splits: Splits) -> float:
     return sum(split.expected.ms for split in splits)
 
 
-def order_of(splits: Splits) -> tuple[float, list[list[str]]]:
-    """The faster first, and always in the same order."""
-    return ms_of(splits), [sorted(split.saved) for split in splits]
+def order_of(splits: Splits) -> float:
+    """The faster first, to a nanosecond: of those that are as fast, PyTorch's own stand first."""
+    return round(ms_of(splits), 6)
 
 
 def fastest(

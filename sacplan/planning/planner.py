@@ -10,7 +10,8 @@ For a budget:
    else about each moment near it, techniques may settle something, the same for all modules that are alike, or make
    further offers (``basis.py``). All of it together becomes a further search, which is looked at in the same way, for
    as long as its plans are dear.
-3. If even that is above the budget, ask Rotor, which may recompute a value several times. It works only for chains.
+3. If even that is above the budget, or the plan costs more than ``_DEAR_FOR_ROTOR``, ask Rotor, which may recompute a
+   value several times. It works only for chains.
 
 Techniques that free memory otherwise than by running ops again come on top: the choice without them is asked first, and
 the search with them begins with what that one has settled and offered.
@@ -52,8 +53,11 @@ _DEAR = 0.02  # share of the step's cost that a plan may add without further off
 # Narrower technique sets without a bound are tried only for plans that cost more than this share of the step. Tried
 # at any price, they were 10.1 of the 11.2 s of planning gpt2 on an H100.
 _VERY_DEAR = 0.25
+# Share of the step's cost from which Rotor is asked for something cheaper. From here on it finds that for the ResNet-50
+# of docs/how.md, but at no budget for gpt2. Asked from .1 on, planning an encoder of 48 layers takes a third longer.
+_DEAR_FOR_ROTOR = 0.2
 ROTOR_STAGES = 48
-"""Length of the chain that Rotor is given if no other solver holds the budget."""
+"""Length of the chain that Rotor is given if no other solver holds the budget, or only with a dear plan."""
 
 
 Names = tuple[str, ...]
@@ -229,7 +233,7 @@ class Planner:
 
     Attributes:
         searches: Those for the step, with each choice of its techniques.
-        last: The solver to ask if none of the others holds the budget; None for none.
+        last: The solver to ask if the others hold the budget with a dear plan, or not at all; None for none.
         by_hand: The solver to ask at the end, if others hold the budget: a plan is no dearer than what it proposes.
     """
 
@@ -339,7 +343,7 @@ class Planner:
         return list(dict.fromkeys(each for one in choices for each in (fewer(one), one) if each is not None))
 
     def _ask_at_smallest(self, budget_bytes: int) -> None:
-        """Ask each choice, if none holds the budget, for a plan with a smaller peak, and then Rotor."""
+        """Ask each choice, if none holds the budget, for a plan with a smaller peak, and then Rotor if it may pay."""
         for names in self._asked(quick=False):
             if not self._may_gain(names, budget_bytes):
                 continue
@@ -349,19 +353,22 @@ class Planner:
                 self._ask_last(self.last, self.searches.of(names)[0], budget_bytes)
 
     def _ask_last(self, rotor: Rotor, search: PlanSearch, budget_bytes: int) -> None:
-        """Ask Rotor for its smallest peak if no other solver holds the budget, and if that holds it, for a plan.
+        """Ask Rotor for a plan if no other solver holds the budget, or only with a dear plan.
 
-        Its smallest peak comes first so that results agree: whoever asks for a budget of exactly the smallest peak that
-        an error reports gets a plan.
+        In the first case, its smallest peak comes first so that results agree: whoever asks for a budget of exactly the
+        smallest peak that an error reports gets a plan.
         """
         run = search.smallest.footprint
-        # A plan of the same techniques holds the budget already; or the peak is in the optimizer's step, which no
-        # recomputation changes; or other techniques have found what Rotor cannot reach.
-        done = run.peak_bytes <= budget_bytes or run.peak_phase == Phase.OPTIMIZER
+        held = run.peak_bytes <= budget_bytes
+        if held:
+            done = not self.searches.costs_more_than(_DEAR_FOR_ROTOR, budget_bytes)
+        else:  # if the peak is in the optimizer's step, no recomputation changes it
+            done = run.peak_phase == Phase.OPTIMIZER
         if done or not self.searches.may_gain_in(search, budget_bytes):
             return
         try:
-            search.solve(rotor, 0)
+            if not held:
+                search.solve(rotor, 0)
             if smallest_bytes(search) <= budget_bytes:
                 search.solve(rotor, budget_bytes)
         except PlanError:

@@ -63,7 +63,8 @@ def plan(
             milp if the plan of greedy is not at the lower bound, and takes the cheaper plan.
             ``"rotor"`` (``sacplan.Rotor``) plans models that are a chain. Its plans cost more, but its smallest peak
             may be lower, since it may recompute a value several times. It always minimises time. If neither greedy nor
-            milp holds the budget, ``"best"`` asks ``sacplan.Rotor(stages=48)``.
+            milp holds the budget, or only with a plan that takes more than 20% of the step, ``"best"`` asks
+            ``sacplan.Rotor(stages=48)``.
         objective: The amount of recomputation to minimise: ``"time"`` (in ms, as the profile predicts) or ``"flops"``.
         keep: Patterns of ops and modules whose outputs are never discarded. A pattern that starts with ``aten.`` or
             ``prims.`` or contains ``::`` is matched (``fnmatch``) with the names of ops: ``"aten.topk"``,

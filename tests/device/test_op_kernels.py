@@ -78,16 +78,33 @@ def test_float32_on_matrix_units_and_without_them() -> None:
     last = images.contiguous(memory_format=torch.channels_last)
     geometry = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
-    def found(x: torch.Tensor, stride: int, tf32: bool) -> tuple[list[str], float]:
-        args = (x, filters, None, [stride, stride], *geometry[1:])
+    last_filters = filters.contiguous(memory_format=torch.channels_last)
+
+    def found(x: torch.Tensor, stride: int, tf32: bool, w: torch.Tensor = filters) -> tuple[list[str], float]:
+        args = (x, w, None, [stride, stride], *geometry[1:])
         call = Call(aten.convolution.default, args, {}, aten.convolution.default(*args), tf32=tf32)
         kernels = kernels_of(call)
         return [k.kind for k in kernels], call.flops / kernels[0].flops
 
     assert found(images, 1, tf32=True) == (["convolution", "strided"], 1)
-    assert found(last, 1, tf32=True) == (["convolution"], 1)
+    assert found(last, 1, True, last_filters) == found(last, 1, False, last_filters) == (["convolution"], 1)
     assert found(images, 1, tf32=False) == (["convolution"], pytest.approx(2.25))  # F(2 x 2, 3 x 3)
-    assert found(last, 1, tf32=False) == found(images, 2, tf32=False) == (["convolution"], 1)
+    assert found(images, 2, tf32=False) == (["convolution"], 1)
+
+
+def test_a_convolution_in_channels_last_copies_the_operands_that_are_not() -> None:
+    images, filters = (meta(*shape, dtype=BF16) for shape in ((8, 64, 56, 56), (64, 64, 3, 3)))
+    last, last_filters = (t.contiguous(memory_format=torch.channels_last) for t in (images, filters))
+    geometry = (None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+    def copied(x: torch.Tensor, w: torch.Tensor, *grad: torch.Tensor) -> list[int]:
+        op = aten.convolution_backward.default if grad else aten.convolution.default
+        found = kernels(op, *grad, x, w, *geometry, *([[True, True, False]] if grad else []))
+        return [k.nbytes for k in found if k.kind == "strided"]
+
+    assert copied(last, last_filters) == copied(last, last_filters, last) == []
+    assert copied(images, last_filters, last) == [2 * images.nbytes]
+    assert copied(last, filters, images) == [2 * filters.nbytes, 2 * images.nbytes]
 
 
 def test_products_in_tf32_are_faster_along_the_inner_dimension() -> None:
