@@ -183,23 +183,6 @@ def test_published_figures() -> None:
     assert about["peaks"]["within_64_kib"] == about["peaks"]["rows"] - 1
 
 
-def test_published_prices_of_offloading() -> None:
-    """What a step with offloading takes longer, in shares of the step, beside what was measured (docs/offload.md)."""
-    rows = {row["id"]: row for row in published.read_page_rows()[0] if "published_per_s" in row}
-
-    def beyond(plain: str, offloaded: str) -> float:
-        measured, predicted = (
-            rows[plain][key] / rows[offloaded][key] for key in ("published_per_s", "predicted_per_s")
-        )
-        return measured - predicted
-
-    tokens = "prime-rl-rl-Qwen3-0.6B-65536"
-    assert abs(beyond(tokens, f"{tokens}-offload")) < 0.01
-    torchao = max(beyond("ao-vitg-none", f"ao-vitg-{what}") for what in ("offload", "offload_gradients"))
-    page = (ROOT / "docs" / "offload.md").read_text(encoding="utf-8")
-    assert f"take up to {100 * torchao:.1f} % of the step more time than predicted" in " ".join(page.split())
-
-
 def test_models_of_other_packages() -> None:
     rows = _rows(zoo.SWEEP.file)
     errors = [max(abs(s["predicted_bytes"] - s["measured_bytes"]) for s in row["steps"]) for row in rows]

@@ -17,9 +17,7 @@ The README is one of the pages.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
-import itertools
 import os
 import re
 import shlex
@@ -29,7 +27,6 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -118,10 +115,9 @@ class Page:
                 replace(block, with_new_numbers(block, self.output))
             else:
                 check_output(block, self.output)
-        elif block.language == "python" and "title" in block.options:
-            compile(block.code, block.where, "exec")
-            Path(block.options["title"]).write_text(block.code, encoding="utf-8")
         elif "title" in block.options:
+            if block.language == "python":
+                compile(block.code, block.where, "exec")
             Path(block.options["title"]).write_text(block.code, encoding="utf-8")
         elif block.language == "python":
             with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -143,48 +139,16 @@ def commands(code: str) -> list[str]:
     ]
 
 
-class Ran(NamedTuple):
-    """What a command has said and written."""
-
-    code: int
-    output: str
-    said: str
-    files: dict[str, bytes]
-
-
-_ran: dict[tuple[str, ...], Ran] = {}
-"""Commands of the README are on other pages, too: each runs once, on the same files."""
-
-
-def run_sacplan(words: list[str]) -> Ran:
+def run_command(block: Block, line: str) -> str:
     from typer.testing import CliRunner
 
     from sacplan.cli.app import app
 
-    before = files_here()
-    read = [word for option, word in itertools.pairwise(words) if option != "-o"]  # and not written
-    given = (f"{name}={hashlib.sha256(before[name]).hexdigest()}" for name in read if name in before)
-    key = (*words, *given)
-    # What a script defines is more than its text: it may read other files.
-    if key not in _ran or any(".py" in word for word in words):
-        result = CliRunner().invoke(app, words[1:])
-        written = {name: contents for name, contents in files_here().items() if before.get(name) != contents}
-        _ran[key] = Ran(result.exit_code, result.stdout, result.stderr, written)
-    for name, contents in _ran[key].files.items():
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_bytes(contents)
-    return _ran[key]
-
-
-def files_here() -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-
-
-def run_command(block: Block, line: str) -> str:
     expected = re.search(r"# exits with (\d+)", line)
     words = shlex.split(line, comments=True)
     if words[0] == "sacplan":
-        code, output, said, _ = run_sacplan(words)
+        done = CliRunner().invoke(app, words[1:])
+        code, output, said = done.exit_code, done.stdout, done.stderr
     else:
         python = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
         assert words[0] in python, f"{block.where}: nobody knows how to run {line!r}"
@@ -326,9 +290,8 @@ def test_no_more_blocks_are_left_out() -> None:
     assert sum(block.not_run is not None for name in PAGES for block in blocks_of(name)) == NOT_RUN
 
 
-def test_a_block_that_says_something_else_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_says_something_else_is_noticed() -> None:
     """The checks above can fail."""
-    monkeypatch.chdir(tmp_path)  # all files that lie where a command runs are read
     said = "peak 12.69 GiB (13627902464 bytes)\nsecond line\nthird line 3\n"
     for shown in (said, "peak 12.70 GiB ...\n...\nthird line 3\n", "...\nsecond line\n..."):
         check_output(Block("x.md", 1, "text", shown), said)
