@@ -24,7 +24,7 @@ import shlex
 import sys
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -161,47 +161,45 @@ def run_command(block: Block, line: str) -> str:
 
 def check_output(block: Block, output: str) -> None:
     """Raise unless the lines of the block are those of the output, in that order."""
-    seen = [line for line in output.splitlines() if line.strip()]
-    at, gap = 0, False
-    for line in block.code.splitlines():
-        if not line.strip():
-            continue
-        if line.strip() == "...":
-            gap = True
-            continue
-        hit = next((i for i in candidates(at, gap, seen) if alike(line, seen[i])), None)
-        assert hit is not None, (
+    seen = said_lines(output)
+    shown = [(line, hit) for line, hit in beside(block, seen, alike) if line.strip()]
+    for line, hit in shown:
+        assert hit is not None or line.strip() == "...", (
             f"{block.where}: {line!r} is not what is said. If it is numbers that have changed, SACPLAN_WRITE_DOCS=1 "
             f"puts the new ones in. This is said:\n{output}"
         )
-        at, gap = hit + 1, False
-    assert gap or at == len(seen), f"{block.where}: there is more to be shown, or say `...`:\n{output}"
+    more = f"{block.where}: there is more to be shown, or say `...`:\n{output}"
+    assert shown[-1][1] in (None, len(seen) - 1), more
 
 
 def with_new_numbers(block: Block, output: str) -> str:
     """The block with the numbers of the output."""
-    seen = [line for line in output.splitlines() if line.strip()]
-    at, gap, lines = 0, False, []
+    lines, seen = [], said_lines(output)
+    for line, hit in beside(block, seen, alike, same_text):
+        new = line if hit is None else seen[hit]
+        if hit is not None and line.rstrip().endswith("..."):
+            new = " ".join([*new.split(" ")[: len(line.rstrip().split(" ")) - 1], "..."])
+        lines.append(f"{new}\n")
+    return "".join(lines)
+
+
+def said_lines(output: str) -> list[str]:
+    return [line.rstrip() for line in output.splitlines() if line.strip()]
+
+
+def beside(
+    block: Block, seen: list[str], *tests: Callable[[str, str], bool]
+) -> Iterator[tuple[str, int | None]]:
+    """The lines of a block, each with the place in the output of what it shows."""
+    at, gap = 0, False
     for line in block.code.splitlines():
         gap |= line.strip() == "..."
-        hit = None
-        if line.strip() not in ("", "..."):
-            near_by = candidates(at, gap, seen)
-            hit = next((i for test in (alike, same_text) for i in near_by if test(line, seen[i])), None)
-        if hit is None:
-            lines.append(line)
-            continue
-        cut = line.rstrip().endswith("...")
-        words = seen[hit].split(" ")
-        lines.append(
-            " ".join([*words[: len(line.rstrip().split(" ")) - 1], "..."]) if cut else seen[hit].rstrip()
-        )
-        at, gap = hit + 1, False
-    return "".join(f"{line}\n" for line in lines)
-
-
-def candidates(at: int, gap: bool, seen: list[str]) -> range:
-    return range(at, len(seen)) if gap else range(at, min(at + 1, len(seen)))
+        near_by = range(at, len(seen) if gap else min(at + 1, len(seen)))
+        tried = tests if line.strip() not in ("", "...") else ()
+        hit = next((i for test in tried for i in near_by if test(line, seen[i])), None)
+        yield line, hit
+        if hit is not None:
+            at, gap = hit + 1, False
 
 
 def alike(shown: str, said: str) -> bool:
@@ -237,21 +235,14 @@ def near(shown: float, said: float) -> bool:
 @pytest.fixture
 def as_it_was(tmp_path: Path) -> Iterator[None]:
     """What a page may change in this process."""
-    modules, path, random, threads = (
-        set(sys.modules),
-        list(sys.path),
-        torch.get_rng_state(),
-        torch.get_num_threads(),
-    )
-    default = torch.get_default_dtype()
-    yield
-    for name in set(sys.modules) - modules:
-        if (
-            name.startswith("docs_") or (tmp_path / f"{name}.py").is_file()
-        ):  # the page, and files that it wrote
+    modules, path = set(sys.modules), list(sys.path)
+    threads, default = torch.get_num_threads(), torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    for name in set(sys.modules) - modules:  # the page, and files that it wrote
+        if name.startswith("docs_") or (tmp_path / f"{name}.py").is_file():
             del sys.modules[name]
     sys.path[:] = path
-    torch.set_rng_state(random)
     torch.set_num_threads(threads)
     assert torch.get_default_dtype() == default
 
