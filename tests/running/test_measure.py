@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 import sacplan
+from sacplan.record.state import preserved_state
+from sacplan.record.step import Step, default_loss
+from sacplan.running.measure import measured_step
 
 SIDE = 32
 
@@ -67,6 +70,27 @@ class Caches(nn.Module):
 def test_what_a_step_replaces_is_freed(make: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(SIDE, SIDE)
+    step = Step(model, x, default_loss, None)
+    step.run()
     profile = sacplan.profile(model, x, device="cpu", trace="real")
+    with preserved_state(model, None):  # holds the old state, to put it back
+        assert measured_step(step, [x]).peak_bytes == profile.peak_bytes
+    assert measured_step(step, [x]).peak_bytes == profile.peak_bytes
     plan = sacplan.policy("none", profile=profile)
     assert sacplan.verify(model, x, plan, run="real").peak_bytes == profile.peak_bytes
+
+
+def test_a_step_that_replaces_nothing_runs_once() -> None:
+    model, x = Caches(), torch.randn(SIDE, SIDE)
+    del model.n_steps
+    model.forward = lambda x: model.linear(x).exp()  # type: ignore[method-assign]
+    runs = 0
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        nonlocal runs
+        runs += 1
+        return model(x).sum()
+
+    with preserved_state(model, None):
+        measured_step(Step(model, x, loss, None), [x])
+    assert runs == 1
