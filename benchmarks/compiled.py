@@ -105,7 +105,6 @@ class _Pass:
 def _gradients(case: Case, plan: sacplan.Plan, unplanned: list[_Pass]) -> Row:
     """Compare gradients. ``unplanned`` is filled by the first call, and used by the next."""
     compilation = plan.fingerprint.setup.compiled
-    assert compilation is not None
     # Inductor has random numbers of its own otherwise.
     options: Any = {"fallback_random": True} if compilation.backend == "inductor" else {}
     compilation = structs.replace(compilation, options=options)
@@ -134,9 +133,7 @@ def _pass(case: Case, plan: sacplan.Plan | None, compilation: Compilation | None
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
         seed_everything(7)
-        loss = step.accumulate()
-        assert loss is not None
-        return float(loss)
+        return float(step.accumulate())
 
     with contextlib.ExitStack() as stack:
         if plan is not None:

@@ -58,7 +58,6 @@ def run(environment: dict[str, str], model: str, device: str, seq: int, sizes: b
             [sys.executable, "-m", "sacplan", "fit", *words, "--json"],
             stdout=said, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment,
         )  # fmt: skip
-        assert asked.stderr is not None
         for line in asked.stderr:
             if ", as it is: " in line and not first:
                 fields = Path(f"/proc/{asked.pid}/stat").read_text().rpartition(")")[2].split()

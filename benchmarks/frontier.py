@@ -59,8 +59,7 @@ def _of_transformers(name: str, title: str, layers: str, dtype: torch.dtype = to
     model_class, config, make_batch = hf_models.ARCHITECTURES[name]("frontier")
 
     def make_model() -> torch.nn.Module:
-        with _default_dtype(dtype):
-            return model_class(config)
+        return model_class._from_config(config, dtype=dtype)
 
     return Case(name, title, make_model, make_batch, default_loss, layers, _not_packed)
 
@@ -68,16 +67,6 @@ def _of_transformers(name: str, title: str, layers: str, dtype: torch.dtype = to
 def _not_packed() -> contextlib.AbstractContextManager[Any]:
     """Tell transformers that sequences are not packed: it looks at the values, and fake tensors have none."""
     return mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 CASES = {

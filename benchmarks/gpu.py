@@ -71,7 +71,7 @@ def cases(names: list[str] | None, kinds: list[str], device: str) -> Iterator[tu
     for kind in kinds:
         for name in gpu_models.MODELS:
             if names is None or name in names:
-                build = _bind(gpu_models.build, name, device, torch.bfloat16, kind == "autocast")
+                build = functools.partial(gpu_models.build, name, device, torch.bfloat16, kind == "autocast")
                 yield {"model": name, "kind": kind}, build
     wanted = [f"transformers/{n}" for n in ZOO if names is None or f"transformers/{n}" in names]
     if not wanted:
@@ -83,12 +83,8 @@ def cases(names: list[str] | None, kinds: list[str], device: str) -> Iterator[tu
             yield {"model": name, "kind": "bf16"}, f"not installed: {error.name or error}"
         return
     for name in wanted:
-        build = _bind(_from_hf_models, hf_models, name.split("/")[1], device)
+        build = functools.partial(_from_hf_models, hf_models, name.split("/")[1], device)
         yield {"model": name, "kind": "bf16"}, build
-
-
-def _bind(function: Callable[..., Any], *args: Any) -> Build:
-    return lambda: function(*args)
 
 
 def _from_hf_models(hf_models: Any, name: str, device: str) -> tuple[torch.nn.Module, Any, Any]:

@@ -60,7 +60,6 @@ def compiled(name: str) -> Iterator[Row]:
     case, own = _case(name)
     profile = case.profile("cuda", compile=True)
     compilation = profile.fingerprint.setup.compiled
-    assert compilation is not None
     loss_fn = case.loss_fn or default_loss
     step = Step(case.model, case.batch, loss_fn, None)
     yield {"case": name, **_predicted(profile, None)} | _measured(case, None, own, compilation)

@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +97,9 @@ class Outcome:
         return cls(**row)
 
 
-def model_types() -> tuple[str, ...]:
-    """Return the model types that an auto class of transformers builds, towers included."""
-    return tuple(sorted({name for head in hf.HEADS for name in hf.class_names(head)}))
-
-
 def parts() -> tuple[str, ...]:
     """Return the model types that no auto class builds: they exist as parts of other models."""
-    return tuple(sorted(set(configuration_auto.CONFIG_MAPPING_NAMES) - set(model_types())))
+    return tuple(sorted(set(configuration_auto.CONFIG_MAPPING_NAMES) - set(small_configs.model_types())))
 
 
 def outcome_of(model_type: str) -> Outcome:
@@ -252,17 +248,14 @@ def block(about: dict[str, Any], found: list[Outcome]) -> str:
     left = about["model_types"] - len(found)
     lines = [f"{summary(found)}.{f' {left} others were not tried yet.' if left else ''}", ""]
     lines += [f"{describe(about['machine'])}; {about['date']}.", ""]
-    for option, names in groupby(sorted((o for o in found if o.options), key=_option), key=_option):
+    by_options = attrgetter("options")
+    for option, names in groupby(sorted((o for o in found if o.options), key=by_options), key=by_options):
         lines += [f"- `{option}`: {', '.join(f'`{o.model_type}`' for o in names)}"]
     reasons = Counter(
         re.sub(r"the library \S+, which", "a library that", why(o.reason)) for o in found if not o.profiled
     )
     counted = ((reason, str(n)) for reason, n in reasons.most_common())
     return "\n".join([*lines, "", markdown_table("no step because | model types", counted)])
-
-
-def _option(o: Outcome) -> str:
-    return o.options
 
 
 _WHY = json.loads((ROOT / "benchmarks" / "data" / "hf_target_errors.json").read_text(encoding="utf-8"))
@@ -282,7 +275,7 @@ SWEEP = Sweep("hf_targets", Outcome, outcome_of, lost, summary, _LIMITS, block, 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the sweep, and write the file after each model type."""
-    known = model_types()
+    known = small_configs.model_types()
     _, arguments = SWEEP.parse(__doc__, argv, known)
     SWEEP.run(arguments, arguments.names or known, model_types=len(known), parts=parts())
 

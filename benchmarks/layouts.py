@@ -21,8 +21,8 @@ from collections.abc import Iterator, Sequence
 from textwrap import fill
 
 import sacplan
-from benchmarks.harness.command import Parser
-from benchmarks.harness.results import GIB, ROOT, Row, as_text, write_results
+from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.results import GIB, ROOT, Row, as_text
 from benchmarks.harness.table import markdown_table
 from benchmarks.models.cases import empty_text, fused_adamw, published
 from sacplan.core.files import table_of
@@ -71,26 +71,19 @@ def profiled(shape: str, sequences: int) -> sacplan.Profile:
     return sacplan.profile(published(name, **changes), batch, optimizer=fused_adamw, device=DEVICE)
 
 
+_OF_A_ROW = (
+    "mesh", "name", "fits", "unplanned_peak_bytes", "peak_bytes", "step_ms", "recompute_ms", "collective_ms",
+    "samples_per_s",
+)  # fmt: skip
+
+
 def looked(shape: str, devices: int, sequences: int) -> Row:
     """Return a run: all ways to spread a step over a number of devices."""
     profile, began = profiled(shape, sequences), time.process_time()
     limit = {"budget": BUDGETS[shape]} if shape in BUDGETS else {"headroom": DEFAULT_HEADROOM}
     found = sacplan.layouts(profile, devices=devices, **limit)
     seconds = time.process_time() - began
-    rows = [
-        {
-            "mesh": row.mesh,
-            "name": row.name,
-            "fits": row.fits,
-            "unplanned_peak_bytes": row.unplanned_peak_bytes,
-            "peak_bytes": row.peak_bytes,
-            "step_ms": row.step_ms,
-            "recompute_ms": row.recompute_ms,
-            "collective_ms": row.collective_ms,
-            "samples_per_s": row.samples_per_s,
-        }
-        for row in found.rows
-    ]
+    rows = [{name: getattr(row, name) for name in _OF_A_ROW} for row in found.rows]
     return {
         "shape": shape,
         "devices": devices,
@@ -180,11 +173,9 @@ def main() -> None:
     parser = Parser(__doc__, "layouts.json")
     parser.choice("--runs", RUNS)
     arguments = parser.begin(note=f"; predicted for {DEVICE}", silence=True)
-    runs = []
-    for name in arguments.runs:
-        runs.append(looked(*RUNS[name]))
-        print(f"\n{as_text(runs[-1])}\n{table(runs[-1])}", *refusals(runs[-1]), sep="\n", flush=True)
-        write_results(arguments.json, runs, device=DEVICE)
+    runs = run_cases(arguments.runs, lambda name: [looked(*RUNS[name])], arguments.json, device=DEVICE)
+    for run in runs:
+        print(f"\n{as_text(run)}\n{table(run)}", *refusals(run), sep="\n")
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from collections.abc import Callable
 import torch
 
 import sacplan
-from benchmarks.harness.command import Parser
+from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.plans import plan_or_least, timed
-from benchmarks.harness.results import GIB, Row, write_results
+from benchmarks.harness.results import GIB, Row
 from benchmarks.harness.table import markdown_table
 from benchmarks.models import cases
 from benchmarks.models.cases import Case
@@ -120,8 +120,9 @@ def _for_bytes(profile: sacplan.Profile, budget_bytes: int, solver: str) -> Row 
 # --- tables -----------------------------------------------------------------------------------------------
 
 
-def markdown(rows: list[Row]) -> str:
+def markdown(rows: list[Row], name: str) -> str:
     """Write the table of one model, under its title."""
+    rows = [row for row in rows if row["model"] == name]
     heads = ["mode", "peak GiB", "recompute, % of time", "% of FLOPs"]
     heads += [f"{solver}: {share}" for solver in SOLVERS for share in ("% of time", "% of FLOPs")]
     lines = (
@@ -146,12 +147,8 @@ def main() -> None:
     parser = Parser(__doc__, "modes.json")
     parser.choice("--models", MODELS)
     arguments = parser.begin(note=f"; planned for: {DEVICE}\n", silence=True)
-    rows: list[Row] = []
-    for name in arguments.models:
-        found = rows_of(name)
-        rows += found
-        print(markdown(found))
-        write_results(arguments.json, rows, device=DEVICE)
+    rows = run_cases(arguments.models, rows_of, arguments.json, device=DEVICE)
+    print(*(markdown(rows, name) for name in arguments.models), sep="\n")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ The table of what differs by more than one percent is for ``docs/op_memory.md``.
 from __future__ import annotations
 
 import functools
+import operator
 import time
 import warnings
 from collections.abc import Sequence
@@ -101,7 +102,6 @@ def _figures(model: OpStep, mode: Any, loss: Any) -> Row:
 
 def _measured(step: Step) -> int:
     """Measure the second of two steps: the first may fill caches."""
-    assert isinstance(step.model, OpStep)
     step.run()
     return measured_step(step, step.model.batch).peak_bytes
 
@@ -141,6 +141,7 @@ def reason_of(row: Row) -> str:
 
 def markdown(rows: Sequence[Row]) -> str:
     """Write a line of totals, the table of what differs, and that of what cannot be traced."""
+    by_op = operator.itemgetter("op")
     compared = [row for row in rows if "measured" in row]
     off = [row for row in compared if is_off(row)]
     real = sum(row["trace"] == "real" for row in compared)
@@ -150,14 +151,14 @@ def markdown(rows: Sequence[Row]) -> str:
         f'everything discarded; {real} of them with `trace="real"`.'
     ]
     shown = (
-        (row, ["-" if d is None else f"{d:+.1%}" for d in differences(row)]) for row in sorted(off, key=_name)
+        (row, ["-" if d is None else f"{d:+.1%}" for d in differences(row)]) for row in sorted(off, key=by_op)
     )
     why = ((f"`{row['op']}`", *by, reason_of(row) or "not known yet") for row, by in shown)
     parts.append(markdown_table("op | unplanned | everything discarded | why", why))
     if failed:
         said = (
             (row["op"], next(row[k] for k in ("ended", "error_real", "raised_real") if k in row))
-            for row in sorted(failed, key=_name)
+            for row in sorted(failed, key=by_op)
         )
         cells = ((f"`{op}`", text[:160].replace("|", "/")) for op, text in said)
         parts.append(markdown_table("cannot be traced | what is said", cells))
@@ -165,10 +166,6 @@ def markdown(rows: Sequence[Row]) -> str:
     if raw:
         parts.append(f"A fake trace stops with an error of PyTorch's, not of sacplan's, at {', '.join(raw)}.")
     return "\n\n".join(parts)
-
-
-def _name(row: Row) -> str:
-    return str(row["op"])
 
 
 # --- all of them ------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from benchmarks.harness.plans import timed
 from benchmarks.harness.processes import Limits, in_workers
 from benchmarks.harness.results import Row
 from benchmarks.models import cases
+from benchmarks.rivals import prototype_traced
 from examples.transformer import Transformer
 
 BUDGET = 0.6
@@ -82,7 +83,6 @@ def run_prototype(layers: str) -> Row:
         get_peak_memory_runtime_baseline,
         parse_module_info,
     )
-    from torch.distributed._tools.mem_tracker import MemTracker
     from torch.distributed._tools.runtime_estimator import RuntimeEstimator
     from torch.distributed._tools.sac_estimator import SACEstimator
     from torch.distributed._tools.sac_ilp import sac_milp
@@ -99,20 +99,8 @@ def run_prototype(layers: str) -> Row:
 
         _, seconds = timed(step)
 
-        def trace() -> tuple[Any, Any, Any]:
-            tracker = MemTracker()
-            tracker.track_external(model)
-            with tracker:
-                step()
-            runtime = RuntimeEstimator()
-            with runtime(estimate_mode_type="operator-level-cost-model"):
-                step()
-            sac = SACEstimator()
-            with sac(estimate_mode_type="operator-level-cost-model"):
-                model(batch)
-            return tracker, runtime, sac
-
-        (tracker, runtime, sac), traced = timed(trace)
+        sac = SACEstimator()
+        (tracker, runtime), traced = timed(lambda: prototype_traced(model, step, sac, lambda: model(batch)))
         info, fit = timed(lambda: aggregate_stats(model, tracker, runtime, sac, torch.device("cpu")))
     graph = parse_module_info(info)
     peak, _ = get_peak_memory_runtime_baseline(graph)

@@ -231,7 +231,8 @@ def compiled(case: Case, budget: float, *, loss_in_graph: bool = True) -> Point:
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
         def call(named: dict[str, torch.Tensor], batch: Any) -> torch.Tensor:
-            with _swapped(model, named):
+            # Ties are kept.
+            with nn.utils.stateless._reparametrize_module(model, named, tie_weights=True):
                 return case.loss_fn(model, batch) if loss_in_graph else model(batch)
 
         graph = aot_function(
@@ -252,13 +253,6 @@ def compiled(case: Case, budget: float, *, loss_in_graph: bool = True) -> Point:
             step()  # traces and cuts
         model.zero_grad(set_to_none=True)
         return _measured_step(model, batch, step, "compile", f"{budget:g}")
-
-
-@contextlib.contextmanager
-def _swapped(model: nn.Module, named: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Put other tensors in the place of the model's parameters and buffers for a while, ties kept."""
-    with nn.utils.stateless._reparametrize_module(model, named, tie_weights=True):
-        yield
 
 
 # --- the prototype, torch.distributed._tools --------------------------------------------------------------
@@ -320,23 +314,31 @@ def _prototype_times() -> Iterator[None]:
         yield
 
 
+def prototype_traced(
+    model: nn.Module, step: Callable[[], Any], estimator: Any, forward: Callable[[], Any]
+) -> tuple[Any, Any]:
+    """Run what the prototype traces as its example drives it; return what tracks memory, and what sums up times."""
+    from torch.distributed._tools.runtime_estimator import RuntimeEstimator
+
+    tracker, runtime = MemTracker(), RuntimeEstimator()
+    tracker.track_external(model)
+    with tracker:
+        step()
+    with runtime(estimate_mode_type="operator-level-cost-model"):
+        step()
+    with estimator(estimate_mode_type="operator-level-cost-model"):
+        forward()
+    return tracker, runtime
+
+
 def _prototype_statistics(case: Case, model: nn.Module, batch: Any, estimator: Any) -> tuple[Any, Any]:
     from torch.distributed._tools.ilp_utils import aggregate_stats
-    from torch.distributed._tools.runtime_estimator import RuntimeEstimator
 
     def step() -> None:
         case.loss_fn(model, batch).backward()
         model.zero_grad(set_to_none=True)
 
-    tracker = MemTracker()
-    tracker.track_external(model)
-    with tracker:
-        step()
-    runtime = RuntimeEstimator()
-    with runtime(estimate_mode_type="operator-level-cost-model"):
-        step()
-    with estimator(estimate_mode_type="operator-level-cost-model"):
-        case.loss_fn(model, batch)
+    tracker, runtime = prototype_traced(model, step, estimator, lambda: case.loss_fn(model, batch))
     # It divides by what the ops of a module take. A module that takes nothing is a leaf to it then: no choice.
     for fqn in [fqn for fqn, stats in estimator.sac_mod_stats.items() if not sum(stats.memory)]:
         del estimator.sac_mod_stats[fqn], estimator.sac_mod_greedy_order_meta[fqn]

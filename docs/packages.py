@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def imports() -> Counter[tuple[str, str]]:
     found: Counter[tuple[str, str]] = Counter()
     for path in files():
         here = str(package_of(module_name(path)))
-        for node in _imports(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in _imports(path):
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
             for name in names:
                 there = package_of(name)
@@ -81,8 +82,10 @@ def imports() -> Counter[tuple[str, str]]:
     return found
 
 
-def _imports(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
+@functools.cache
+def _imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
     """Those for type checkers, and inside of functions, too."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
     return [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
 
 
@@ -94,7 +97,7 @@ def module_circles() -> list[list[str]]:
     known = {module_name(path) for path in files()}
     for path in files():
         here = module_name(path)
-        for node in _imports(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in _imports(path):
             if isinstance(node, ast.ImportFrom):
                 base = node.module or ""
                 names = [base, *(f"{base}.{alias.name}" for alias in node.names)]

@@ -20,18 +20,6 @@ from sacplan.device.caching_allocator import CachingAllocator, ExpandableAllocat
 from sacplan.device.device_memory import peaks_on
 
 
-def _nothing(program: Program) -> Iterable[int]:
-    return ()
-
-
-def _none_kept(program: Program) -> Mapping[int, int]:
-    return {}
-
-
-def _no_workspace(program: Program, op: Op) -> int:
-    return 0
-
-
 @dataclass(frozen=True, slots=True)
 class Loop:
     """What a training loop holds between steps, and what the libraries of its time allocate.
@@ -47,9 +35,9 @@ class Loop:
     """
 
     gradients: Literal["step", "backward", "never"] = "step"
-    held: Callable[[Program], Iterable[int]] = _nothing
-    workspace: Callable[[Program, Op], int] = _no_workspace
-    until: Callable[[Program], Mapping[int, int]] = _none_kept
+    held: Callable[[Program], Iterable[int]] = lambda program: ()
+    workspace: Callable[[Program, Op], int] = lambda program, op: 0
+    until: Callable[[Program], Mapping[int, int]] = lambda program: {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,6 @@ def published_config(name: str, **config: Any) -> Any:
     import transformers
 
     row = architectures.find(name)
-    assert row is not None
     values = {**row.values, "use_cache": False, **config}
     return transformers.AutoConfig.for_model(row.model_type, **values)
 

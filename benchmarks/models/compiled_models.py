@@ -17,6 +17,7 @@ from torch import nn
 
 from benchmarks.models import hf_models
 from benchmarks.models.cases import Case
+from tests.zoo.convnets import BasicBlock
 
 Builder = Callable[[], tuple[Case, list[str]]]
 
@@ -93,19 +94,12 @@ class UNet(nn.Module):
         return F.mse_loss(self.out(self.blocks[4](self.up1(up) + outer)), x)
 
 
-class _Basic(nn.Module):
-    def __init__(self, i: int, o: int, stride: int) -> None:
-        super().__init__()
-        self.c1, self.c2 = (
-            nn.Conv2d(i, o, 3, stride, 1, bias=False),
-            nn.Conv2d(o, o, 3, padding=1, bias=False),
-        )
-        self.b1, self.b2 = nn.BatchNorm2d(o), nn.BatchNorm2d(o)
-        short = nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o)
-        self.shortcut = nn.Identity() if i == o else nn.Sequential(*short)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.b2(self.c2(F.relu(self.b1(self.c1(x))))) + self.shortcut(x))
+def _basic(i: int, o: int) -> BasicBlock:
+    block = BasicBlock(i, o, 1 + (i != o), None, inplace=False)
+    short = nn.Sequential(nn.Conv2d(i, o, 1, 2, bias=False), nn.BatchNorm2d(o))  # drawn for every block
+    if i != o:
+        block.downsample = short
+    return block
 
 
 class ResNet(nn.Module):
@@ -115,7 +109,7 @@ class ResNet(nn.Module):
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32)
         widths = ((32, 32), (32, 64), (64, 64), (64, 128))
-        self.layers = nn.ModuleList(_Basic(i, o, 1 + (i != o)) for i, o in widths)
+        self.layers = nn.ModuleList(_basic(i, o) for i, o in widths)
         self.drop, self.head = nn.Dropout(_P), nn.Linear(128, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.zoo.layers import GatedMLP
+
 Batch = dict[str, torch.Tensor]
 LossFn = Callable[[nn.Module, Batch], torch.Tensor]
 Case = tuple[nn.Module, Batch, LossFn]
@@ -82,17 +84,8 @@ class MLP(nn.Sequential):
         )
 
 
-class Gated(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        inner = 8 * width // 3 // 32 * 32 or 32
-        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
-        self.down = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+def _gated(width: int) -> GatedMLP:
+    return GatedMLP(width, 8 * width // 3 // 32 * 32 or 32)
 
 
 class PreNorm(nn.Module):
@@ -152,7 +145,7 @@ class Llama(nn.Module):
         self.head_dim = s.width // s.heads
         self.tokens = nn.Embedding(s.vocab, s.width)
         self.blocks = nn.ModuleList(
-            LlamaBlock(s, Mixture(s.width, experts) if experts else Gated(s.width)) for _ in range(s.layers)
+            LlamaBlock(s, Mixture(s.width, experts) if experts else _gated(s.width)) for _ in range(s.layers)
         )
         self.norm = nn.RMSNorm(s.width)
         self.head = nn.Linear(s.width, s.vocab, bias=False)
@@ -174,7 +167,7 @@ class Mixture(nn.Module):
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
         self.router = nn.Linear(width, experts, bias=False)
-        self.experts = nn.ModuleList(Gated(width) for _ in range(experts))
+        self.experts = nn.ModuleList(_gated(width) for _ in range(experts))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.flatten(0, 1)

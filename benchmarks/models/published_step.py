@@ -230,11 +230,9 @@ def offloading_policy(
         at = _last(program, later) if is_last else next(iter(sites_of(program, later).items()))
         before = units[min(i + ahead, len(units) - 1)]
         asked = next(iter(weights_asked_for(program, before).values()))
-        place = place_of(program, first, storage)
-        assert place is not None
         decisions.append(
             Offload(
-                unit, *sites[first], tensor=place, let_go=Site(later, *at[1]),
+                unit, *sites[first], tensor=place_of(program, first, storage), let_go=Site(later, *at[1]),
                 fetch=SeenTensor(before, *sites_of(program, before)[asked], weight_of(program, asked)),
             )
         )  # fmt: skip

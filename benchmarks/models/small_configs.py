@@ -19,7 +19,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,8 +79,13 @@ def architectures() -> tuple[str, ...]:
 
     The towers of an architecture ("qwen2_vl_vision") are left out: they run as part of it.
     """
-    types = sorted({name for head in hf.HEADS for name in hf.class_names(head)})
+    types = model_types()
     return tuple(t for t in types if not _whole_of(t, types))
+
+
+def model_types() -> tuple[str, ...]:
+    """Return the model types that an auto class of transformers builds, towers included."""
+    return tuple(sorted({name for head in hf.HEADS for name in hf.class_names(head)}))
 
 
 _PART = re.compile(
@@ -88,7 +93,7 @@ _PART = re.compile(
 )
 
 
-def _whole_of(model_type: str, types: list[str]) -> bool:
+def _whole_of(model_type: str, types: Iterable[str]) -> bool:
     """Whether a type is named as a part of another one."""
     return any(
         model_type.startswith(f"{whole}_") and _PART.fullmatch(model_type.removeprefix(whole)) is not None

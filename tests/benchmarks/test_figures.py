@@ -26,7 +26,6 @@ from benchmarks import (
     swapping,
     verdicts,
     whole_models,
-    zoo,
 )
 from benchmarks.harness.results import GIB, RESULTS, ROOT, Row, read_results
 from benchmarks.harness.sweep import Sweep
@@ -47,10 +46,6 @@ def _rows(name: str) -> list[Row]:
 
 OFFLOAD, WHOLE, SWAPPING = map(_rows, ("offload", "whole_models", "swapping"))
 COMPILED, VERDICTS = map(_rows, ("compiled", "verdicts"))
-
-
-def _modes(name: str) -> str:
-    return modes.markdown([row for row in _rows("modes") if row["model"] == name]).strip()
 
 
 DOCS = ROOT / "docs"
@@ -77,7 +72,8 @@ PAGES: dict[str, tuple[Path, Callable[[], str]]] = {
     "layouts": (DOCS / "which-parallelism.md", lambda: layouts.markdown(_rows("layouts"))),
     "layouts, 70B": (DOCS / "which-parallelism.md", lambda: layouts.markdown(_rows("layouts"), "70b")),
     "layouts, planning": (DOCS / "which-parallelism.md", lambda: layouts.planning(_rows("layouts"))),
-    "modes": (DOCS / "modes.md", lambda: f"{_modes('gpt2')}\n\n{_modes('resnet50')}"),
+    "modes, GPT-2": (DOCS / "modes.md", lambda: modes.markdown(_rows("modes"), "gpt2")),
+    "modes, ResNet-50": (DOCS / "modes.md", lambda: modes.markdown(_rows("modes"), "resnet50")),
     "op memory": (DOCS / "op_memory.md", lambda: op_memory.markdown(_rows("op_memory"))),
     "published, all": (published.CSV, lambda: published.csv_table(published.read_page_rows()[0])),
 }
@@ -148,23 +144,6 @@ def test_offloading() -> None:
         assert row["by_hand"] is None or row["longer_ms"] < row["by_hand"]["longer_ms"]
 
 
-def test_published_peaks_of_swapped_blocks() -> None:
-    """What a card holds beyond the sum of tensors, CUDA's context among it, is less than 3 GiB, and more than none."""
-    rows = _rows("published_swaps")
-    said = " ".join((DOCS / "offload.md").read_text(encoding="utf-8").split())
-    gib = [f"{row['peak_bytes'] / GIB:.1f}" for row in rows]
-    assert f"predicted are {', '.join(gib[:3])} and {gib[3]} GiB" in said
-    assert f"predicted are {', '.join(gib[4:6])} and {gib[6]} GiB" in said
-    beyond = [row["published_gb"] - row["peak_bytes"] / GIB for row in rows]
-    assert all(0 < more < 3 for more in beyond)
-
-
-def test_published_tokens_per_second() -> None:
-    page = (DOCS / "offload.md").read_text(encoding="utf-8")
-    rates = [case.published for case in whole_models.MODELS.values() if case.published is not None]
-    assert all(f" {rate:,.0f}" in page for rate in rates)
-
-
 def test_published_figures() -> None:
     errors = {row["id"]: abs(row["error"]) for row in published.read_page_rows()[0] if "error" in row}
     tune = [f"tune-3b-+_{what}" for what in ("compile", "chunked_CE")]
@@ -181,36 +160,6 @@ def test_published_figures() -> None:
     assert about["times"] == published_ops.times_summary(ops)
     assert about["peaks"] == published_ops.peaks_summary(ops)
     assert about["peaks"]["within_64_kib"] == about["peaks"]["rows"] - 1
-
-
-def test_published_prices_of_offloading() -> None:
-    """What a step with offloading takes longer, in shares of the step, beside what was measured (docs/offload.md)."""
-    rows = {row["id"]: row for row in published.read_page_rows()[0] if "published_per_s" in row}
-
-    def beyond(plain: str, offloaded: str) -> float:
-        measured, predicted = (
-            rows[plain][key] / rows[offloaded][key] for key in ("published_per_s", "predicted_per_s")
-        )
-        return measured - predicted
-
-    tokens = "prime-rl-rl-Qwen3-0.6B-65536"
-    assert abs(beyond(tokens, f"{tokens}-offload")) < 0.01
-    torchao = max(beyond("ao-vitg-none", f"ao-vitg-{what}") for what in ("offload", "offload_gradients"))
-    page = (ROOT / "docs" / "offload.md").read_text(encoding="utf-8")
-    assert f"take up to {100 * torchao:.1f} % of the step more time than predicted" in " ".join(page.split())
-
-
-def test_models_of_other_packages() -> None:
-    rows = _rows(zoo.SWEEP.file)
-    errors = [max(abs(s["predicted_bytes"] - s["measured_bytes"]) for s in row["steps"]) for row in rows]
-    assert set(errors) == {0, 8}
-    page = (ROOT / "docs/figures.md").read_text(encoding="utf-8")
-    timm = sum(row["model_type"].startswith("timm/") and "+" not in row["model_type"] for row in rows)
-    said = f"{errors.count(0)} are exact to the byte in every step, the other one 8 bytes off"
-    assert (
-        f"{len(rows)} models of timm ({timm}), torchvision, torch_geometric, diffusers and PEFT: {said}"
-        in page
-    )
 
 
 def test_why_gemma_stops() -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from sacplan.classic.graph import (
     ExactTradeoff,
-    Graph,
     MemorySegment,
     ModuleInfo,
     ModuleStats,
@@ -74,38 +73,18 @@ def test_points_and_fits_are_checked() -> None:
         ModuleStats("a", n_segments=2, slopes=(1.0,), intercepts=(0.0,))
 
 
-def two_modules(segments: tuple[MemorySegment, ...] = ()) -> Graph:
-    return Graph(
-        (
-            ModuleStats(
-                "net",
-                param_per_module=100,
-                grad_total=11,
-                act_total=70,
-                act_grad_per_module=5,
-                fw_runtime_per_module=1.5,
-                bw_runtime_per_module=3.0,
-            ),
-            ModuleStats("a", grad_total=50, act_total=40, act_grad_per_module=3),
-        ),
-        ("a", "net"),
-        "net",
-        segments,
-    )
-
-
 @pytest.mark.parametrize("world_size", [0, -1, 1.5, True])
 def test_world_size(world_size: int) -> None:
     with pytest.raises(PlanError, match="world_size"):
-        two_modules().memory_rows(world_size)
+        parse_module_info(info()).memory_rows(world_size)
 
 
 def test_graph_is_a_value() -> None:
-    graph = two_modules()
+    graph = parse_module_info(info())
     assert copy.deepcopy(graph) == graph
-    assert pickle.loads(pickle.dumps(graph)).parent("a") == "net"
+    assert pickle.loads(pickle.dumps(graph)).parent("layers.1.attn") == "layers.1"
     with pytest.raises(dataclasses.FrozenInstanceError):
         graph.root = "a"  # type: ignore[misc]
     replaced = dataclasses.replace(graph, segments=(MemorySegment(0, 1, 1),))
     assert replaced != graph
-    assert replaced.parent("a") == "net"
+    assert replaced.parent("layers.1.attn") == "layers.1"

@@ -530,7 +530,7 @@ def test_devices() -> None:
         ("plan train.py:mkae --budget 50%", "sacplan_target, make, wider"),
         ("plan train.py:NOT_CALLABLE --budget 50%", "NOT_CALLABLE is a value of type int"),
         ("plan empty.py --budget 50%", "it defines no functions"),
-        ("plan train.py:breaks --budget 50%", "ValueError: no such data"),
+        ("plan train.py:breaks --budget 50%", f"train.py:{line_of('raise ValueError')}, in breaks"),
         ("plan train.py:wrong_shape --budget 50%", f"train.py:{line_of('return x + self.down')}, in forward"),
         ("plan train.py:three --budget 50%", "a tuple of 3"),
         ("plan train.py:strange_key --budget 50%", "'lr'"),
@@ -552,15 +552,11 @@ def test_bad_input(saved: Path, command: str, said: str) -> None:
     assert result.stdout == ""
 
 
-def test_the_location_of_what_raised(saved: Path) -> None:
-    assert f"train.py:{line_of('raise ValueError')}, in breaks" in error_line(run("profile train.py:breaks"))
-
-
 def test_debug_shows_the_traceback(saved: Path) -> None:
     result = run("profile train.py:breaks --debug")
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
-    assert "in breaks" in result.stderr
+    assert "ValueError: no such data" in result.stderr
 
 
 def test_a_fault_of_ours_is_not_called_bad_input(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -730,7 +726,6 @@ def test_progress_is_for_terminals(saved: Path) -> None:
         with contextlib.suppress(OSError):  # what a terminal says when its last process has ended
             while data := os.read(controller, 4096):
                 seen += data
-        assert started.stdout is not None
         results = started.stdout.read()
     os.close(controller)
     assert started.returncode == 2

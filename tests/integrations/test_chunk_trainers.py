@@ -10,12 +10,7 @@ import torch
 
 import sacplan
 
-VOCAB, SEQUENCE = 2000, 32
 BOTH = ("recompute", "chunk")
-
-
-def tokens(count: int) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (count, SEQUENCE), generator=torch.Generator().manual_seed(0))
 
 
 def close(got: list[Any], expected: list[Any], rtol: float) -> None:
@@ -29,25 +24,14 @@ def close(got: list[Any], expected: list[Any], rtol: float) -> None:
     ids=["plain", "bf16"],
 )
 def test_transformers(tmp_path: Path, options: dict[str, Any]) -> None:
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from sacplan.integrations.transformers import PlanCallback, profile_trainer
+    from tests.support.trainers import trainer as trainer_in
 
     def trained(plan: sacplan.Plan | None) -> Any:
-        torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=VOCAB
-        )
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path), max_steps=2, per_device_train_batch_size=4, logging_steps=1, optim="sgd",
-            save_strategy="no", report_to="none", use_cpu=True, disable_tqdm=True, learning_rate=0.1, **options,
-        )  # fmt: skip
-        trainer = transformers.Trainer(
-            model=transformers.LlamaForCausalLM(config),
-            args=arguments,
-            train_dataset=[{"input_ids": t, "labels": t} for t in tokens(16)],
-        )
-        trainer.remove_callback(transformers.PrinterCallback)
+        how = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1, **options}
+        trainer = trainer_in(tmp_path, layers=1, vocab=2000, dropout=0.0, **how)
         if plan is None:
             plan = sacplan.plan(profile_trainer(trainer, device="cpu"), "70%", techniques=BOTH)
         trainer.add_callback(PlanCallback(plan))

@@ -217,18 +217,6 @@ def test_a_step_that_takes_more_than_the_plan_says_is_a_warning(make: Callable[.
         train(tight)
 
 
-def test_larger_batches_than_planned_for_are_a_warning(make: Callable[..., Any]) -> None:
-    trainer = make(per_device_train_batch_size=8)
-    trainer.add_callback(PlanCallback(plan_for(make())))
-    with (
-        pytest.warns(
-            sacplan.SacplanWarning, match=r"input_ids is \[8, 32\], and the plan holds up to \[4, 32\]"
-        ),
-        pytest.warns(sacplan.SacplanWarning, match="step 1 took"),
-    ):
-        train(trainer)
-
-
 def test_what_cannot_be_measured_is_said(make: Callable[..., Any]) -> None:
     trainer = make()
     elsewhere = sacplan.plan(profile_trainer(trainer, device="h100"), "200%")

@@ -145,26 +145,9 @@ def test_each_step_of_a_trainer_has_the_plan_for_its_lengths(tmp_path: Path) -> 
 
 
 def test_each_step_of_lightning_has_the_plan_for_its_lengths() -> None:
-    lightning = pytest.importorskip("lightning")
+    pytest.importorskip("lightning")
     from sacplan.integrations.lightning import PlanCallback, step_arguments
-
-    class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = llama()
-
-        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            loss: torch.Tensor = self.model(**batch).loss
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    def trainer(*callbacks: Any) -> Any:
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-        return lightning.Trainer(
-            accelerator="cpu", max_steps=STEPS, callbacks=list(callbacks), enable_model_summary=False, **quiet
-        )
+    from tests.support.lightning import Llama, quiet_trainer
 
     def make_batch(n: int, seq: int) -> dict[str, Any]:
         ids = torch.ones(n, seq, dtype=torch.long)
@@ -172,15 +155,15 @@ def test_each_step_of_lightning_has_the_plan_for_its_lengths() -> None:
         return {"batch": {"input_ids": ids, "labels": ids.clone(), "attention_mask": ids != 0}}
 
     loader = torch.utils.data.DataLoader(texts()[: 4 * STEPS], batch_size=4, collate_fn=padded)
-    arguments = step_arguments(trainer(), Module(), loader)
+    arguments = step_arguments(quiet_trainer(max_steps=STEPS), Llama(), loader)
     found = certified(arguments, make_batch)
     short, long = (plan for _, plan in found.plans)
     assert not short.decisions
-    plain, planned = Module(), Module()
-    trainer().fit(plain, loader)
+    plain, planned = Llama(), Llama()
+    quiet_trainer(max_steps=STEPS).fit(plain, loader)
     callback = PlanCallback([short, long], watch_steps=STEPS)
     with everything_said() as said:
-        trainer(callback).fit(planned, loader)
+        quiet_trainer(callback, max_steps=STEPS).fit(planned, loader)
     assert not any("larger than" in one for one in said)
     assert bit_equal([*plain.parameters()], [*planned.parameters()])
     assert len(callback.peaks_bytes) == STEPS

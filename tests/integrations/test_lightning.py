@@ -21,6 +21,7 @@ from tests.support.plans import discarding
 L = pytest.importorskip("lightning")
 
 from sacplan.integrations.lightning import PlanCallback, profile_trainer, step_arguments  # noqa: E402
+from tests.support.lightning import quiet_trainer  # noqa: E402
 from tests.support.slow import slow_after  # noqa: E402
 from tests.support.steps import bit_equal  # noqa: E402
 from tests.zoo.language_models import LM  # noqa: E402
@@ -80,13 +81,7 @@ def module() -> Module:
 
 
 def trainer(*callbacks: Any, **options: Any) -> Any:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return L.Trainer(accelerator="cpu", callbacks=list(callbacks), **{"max_steps": 3} | quiet | options)
+    return quiet_trainer(*callbacks, **{"max_steps": 3} | options)
 
 
 def fit(module: Module, *callbacks: Any, **options: Any) -> list[torch.Tensor]:
@@ -330,7 +325,7 @@ def test_without_the_library_the_error_names_the_extra(monkeypatch: pytest.Monke
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_step_of_a_compiled_module_is_recorded_compiled() -> None:
-    trainer = L.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    trainer = quiet_trainer()
     batch, how = [torch.randint(0, VOCAB, (4, 64))], {"modules": ["model"], "backend": "aot_eager"}
     asked = profile_trainer(trainer, Forgetful(), batch, device="cpu", compile=how)
     already = Forgetful()

@@ -12,45 +12,25 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-lightning = pytest.importorskip("lightning")
+pytest.importorskip("lightning")
 pytest.importorskip("transformers")
 
-import sacplan  # noqa: E402
-from tests.support.processes import needs_gloo, run_ranks  # noqa: E402
-from tests.support.steps import bit_equal  # noqa: E402
-from tests.support.trainers import VOCAB, llama  # noqa: E402
+import sacplan
+from tests.support.lightning import Llama, quiet_trainer
+from tests.support.processes import needs_gloo, run_ranks
+from tests.support.steps import bit_equal
+from tests.support.trainers import VOCAB
 
 pytestmark = needs_gloo
 SHORT, LONG = 8, 96
 LENGTHS = [SHORT, LONG, LONG, SHORT, LONG, LONG, SHORT, SHORT]
 
 
-class Module(lightning.LightningModule):  # type: ignore[name-defined,misc]
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = llama()
-        self.seen: list[int] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.seen.append(batch.shape[1])
-        loss: torch.Tensor = self.model(input_ids=batch, labels=batch).loss
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
 def batches(lengths: list[int]) -> Any:
     drawn = torch.Generator().manual_seed(0)
-    data = [torch.randint(1, VOCAB, (4, n), generator=drawn) for n in lengths]
+    rows = [torch.randint(1, VOCAB, (4, n), generator=drawn) for n in lengths]
+    data = [{"input_ids": row, "labels": row} for row in rows]
     return torch.utils.data.DataLoader(data, batch_size=None)
-
-
-def trainer(*callbacks: Any, **options: Any) -> Any:
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    return lightning.Trainer(
-        accelerator="cpu", callbacks=list(callbacks), enable_model_summary=False, **quiet, **options
-    )
 
 
 def on_rank(rank: int, folder: str, port: int) -> None:
@@ -68,10 +48,10 @@ def on_rank(rank: int, folder: str, port: int) -> None:
     for given in (None, plans):
         # The counter is a mode of its own under which attention runs otherwise, so it has runs of its own.
         for counter in (contextlib.nullcontext(), FlopCounterMode(display=False)):
-            module = Module()
+            module = Llama()
             strategy = DDPStrategy(process_group_backend="gloo")
             callbacks = () if given is None else (PlanCallback(given),)
-            made = trainer(
+            made = quiet_trainer(
                 *callbacks, strategy=strategy, devices=2, plugins=[TorchElasticEnvironment()], max_epochs=1
             )
             with counter:
@@ -91,7 +71,7 @@ def test_each_rank_takes_the_plan_for_its_batch(tmp_path: Path) -> None:
     from sacplan.integrations.lightning import profile_trainer
 
     for n in (SHORT, LONG):
-        profile = profile_trainer(trainer(), Module(), batches([n]), device="cpu")
+        profile = profile_trainer(quiet_trainer(), Llama(), batches([n]), device="cpu")
         plan = sacplan.plan(profile, "100%" if n == SHORT else "85%", "greedy")
         assert bool(plan.decisions) is (n == LONG)
         plan.save(tmp_path / f"{n}.json")

@@ -33,6 +33,7 @@ from sacplan.device.op_kernels import Call
 from sacplan.integrations.hf.lora import ALL_LINEAR, parse
 from sacplan.integrations.hf.target import TargetError
 from sacplan.torch_compat.allocations import allocation_deltas
+from tests.support.steps import bit_equal, grads_of
 
 CONFIG = transformers.LlamaConfig(
     vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
@@ -122,20 +123,12 @@ def test_a_real_step_takes_what_is_predicted_without_weights(
 def test_gradients_are_bit_equal(quantization: Any) -> None:
     model = sacplan.with_lora(llama("cpu"), LORA, quantization)
     plan = sacplan.plan(sacplan.profile(model, batch(), device="cpu"), "smallest")
-
-    def gradients() -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        model.zero_grad()
-        model(**batch()).loss.backward()
-        return [p.grad for p in model.parameters() if p.grad is not None]
-
-    expected = gradients()
-    handle = sacplan.apply(model, plan)
-    found = gradients()
-    assert handle.differences == ()
-    handle.remove()
-    assert len(found) == 2 * 7 * 2
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    expected = grads_of(model, batch(), lambda model, given: model(**given).loss)
+    with sacplan.apply(model, plan) as handle:
+        found = grads_of(model, batch(), lambda model, given: model(**given).loss)
+        assert handle.differences == ()
+    assert len(found) == 1 + 2 * 7 * 2  # with the loss
+    assert bit_equal(expected, found)
 
 
 @pytest.mark.parametrize("nested", [False, True])

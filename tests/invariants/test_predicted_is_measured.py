@@ -37,7 +37,10 @@ def test_the_prediction_is_the_fake_step_and_the_measured_one(
     plan = sacplan.plan(profile, share, techniques=techniques)
     assert bool(plan.chunks) == ("chunk" in techniques)
     for run in ("fake", "real"):
-        assert sacplan.verify(model, batch, plan, **step, run=run).peak_bytes == plan.peak_bytes
+        seen = sacplan.verify(model, batch, plan, **step, run=run)
+        assert seen.peak_bytes == plan.peak_bytes
+        assert seen.within_budget
+        assert seen.recompute_flops == plan.recompute_flops
 
 
 @pytest.mark.slow

@@ -132,6 +132,10 @@ def test_the_default_asks_rotor_before_it_gives_up() -> None:
     smallest = sacplan.plan(profile, "smallest")
     assert smallest.solver == "rotor"
     assert smallest.peak_bytes < 0.8 * twice
+    assert all(
+        sacplan.plan(profile, "smallest", one).peak_bytes >= smallest.peak_bytes
+        for one in ("greedy", "rotor")
+    )
     for budget in (smallest.peak_bytes, (smallest.peak_bytes + twice) // 2):
         plan = sacplan.plan(profile, f"{budget}B")
         assert plan.solver == "rotor"

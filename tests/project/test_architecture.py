@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,25 +12,20 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def packages() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("packages", ROOT / "docs" / "packages.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def packages() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "docs" / "packages.py")))
 
 
-def test_imports_between_packages_only_go_down(packages: ModuleType) -> None:
+def test_imports_between_packages_only_go_down(packages: SimpleNamespace) -> None:
     assert len(packages.imports()) > len(packages.PACKAGES)
     assert not packages.arrows_up()
 
 
-def test_no_two_modules_import_each_other(packages: ModuleType) -> None:
+def test_no_two_modules_import_each_other(packages: SimpleNamespace) -> None:
     assert not packages.module_circles()
 
 
-def test_no_executor_imports_another(packages: ModuleType) -> None:
+def test_no_executor_imports_another(packages: SimpleNamespace) -> None:
     executors = {path.parent for path in packages.files() if path.parent.name == "executor"}
     assert len(executors) >= 3
     for folder in executors:

@@ -17,19 +17,16 @@ The README is one of the pages.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
-import itertools
 import os
 import re
 import shlex
 import sys
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -47,7 +44,7 @@ SLOW = {
 }  # fmt: skip
 """Pages that take more than a few seconds."""
 
-NOT_RUN = 21
+NOT_RUN = 17
 """Blocks whose comment says why they do not run; whoever adds one raises this."""
 
 NOT_RUN_COMMENT = re.compile(r"<!-- not run by the tests: ([^>]*) -->\s*$")
@@ -118,10 +115,9 @@ class Page:
                 replace(block, with_new_numbers(block, self.output))
             else:
                 check_output(block, self.output)
-        elif block.language == "python" and "title" in block.options:
-            compile(block.code, block.where, "exec")
-            Path(block.options["title"]).write_text(block.code, encoding="utf-8")
         elif "title" in block.options:
+            if block.language == "python":
+                compile(block.code, block.where, "exec")
             Path(block.options["title"]).write_text(block.code, encoding="utf-8")
         elif block.language == "python":
             with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -143,48 +139,16 @@ def commands(code: str) -> list[str]:
     ]
 
 
-class Ran(NamedTuple):
-    """What a command has said and written."""
-
-    code: int
-    output: str
-    said: str
-    files: dict[str, bytes]
-
-
-_ran: dict[tuple[str, ...], Ran] = {}
-"""Commands of the README are on other pages, too: each runs once, on the same files."""
-
-
-def run_sacplan(words: list[str]) -> Ran:
+def run_command(block: Block, line: str) -> str:
     from typer.testing import CliRunner
 
     from sacplan.cli.app import app
 
-    before = files_here()
-    read = [word for option, word in itertools.pairwise(words) if option != "-o"]  # and not written
-    given = (f"{name}={hashlib.sha256(before[name]).hexdigest()}" for name in read if name in before)
-    key = (*words, *given)
-    # What a script defines is more than its text: it may read other files.
-    if key not in _ran or any(".py" in word for word in words):
-        result = CliRunner().invoke(app, words[1:])
-        written = {name: contents for name, contents in files_here().items() if before.get(name) != contents}
-        _ran[key] = Ran(result.exit_code, result.stdout, result.stderr, written)
-    for name, contents in _ran[key].files.items():
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_bytes(contents)
-    return _ran[key]
-
-
-def files_here() -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in Path().rglob("*") if path.is_file()}
-
-
-def run_command(block: Block, line: str) -> str:
     expected = re.search(r"# exits with (\d+)", line)
     words = shlex.split(line, comments=True)
     if words[0] == "sacplan":
-        code, output, said, _ = run_sacplan(words)
+        done = CliRunner().invoke(app, words[1:])
+        code, output, said = done.exit_code, done.stdout, done.stderr
     else:
         python = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}
         assert words[0] in python, f"{block.where}: nobody knows how to run {line!r}"
@@ -197,47 +161,45 @@ def run_command(block: Block, line: str) -> str:
 
 def check_output(block: Block, output: str) -> None:
     """Raise unless the lines of the block are those of the output, in that order."""
-    seen = [line for line in output.splitlines() if line.strip()]
-    at, gap = 0, False
-    for line in block.code.splitlines():
-        if not line.strip():
-            continue
-        if line.strip() == "...":
-            gap = True
-            continue
-        hit = next((i for i in candidates(at, gap, seen) if alike(line, seen[i])), None)
-        assert hit is not None, (
+    seen = said_lines(output)
+    shown = [(line, hit) for line, hit in beside(block, seen, alike) if line.strip()]
+    for line, hit in shown:
+        assert hit is not None or line.strip() == "...", (
             f"{block.where}: {line!r} is not what is said. If it is numbers that have changed, SACPLAN_WRITE_DOCS=1 "
             f"puts the new ones in. This is said:\n{output}"
         )
-        at, gap = hit + 1, False
-    assert gap or at == len(seen), f"{block.where}: there is more to be shown, or say `...`:\n{output}"
+    more = f"{block.where}: there is more to be shown, or say `...`:\n{output}"
+    assert shown[-1][1] in (None, len(seen) - 1), more
 
 
 def with_new_numbers(block: Block, output: str) -> str:
     """The block with the numbers of the output."""
-    seen = [line for line in output.splitlines() if line.strip()]
-    at, gap, lines = 0, False, []
+    lines, seen = [], said_lines(output)
+    for line, hit in beside(block, seen, alike, same_text):
+        new = line if hit is None else seen[hit]
+        if hit is not None and line.rstrip().endswith("..."):
+            new = " ".join([*new.split(" ")[: len(line.rstrip().split(" ")) - 1], "..."])
+        lines.append(f"{new}\n")
+    return "".join(lines)
+
+
+def said_lines(output: str) -> list[str]:
+    return [line.rstrip() for line in output.splitlines() if line.strip()]
+
+
+def beside(
+    block: Block, seen: list[str], *tests: Callable[[str, str], bool]
+) -> Iterator[tuple[str, int | None]]:
+    """The lines of a block, each with the place in the output of what it shows."""
+    at, gap = 0, False
     for line in block.code.splitlines():
         gap |= line.strip() == "..."
-        hit = None
-        if line.strip() not in ("", "..."):
-            near_by = candidates(at, gap, seen)
-            hit = next((i for test in (alike, same_text) for i in near_by if test(line, seen[i])), None)
-        if hit is None:
-            lines.append(line)
-            continue
-        cut = line.rstrip().endswith("...")
-        words = seen[hit].split(" ")
-        lines.append(
-            " ".join([*words[: len(line.rstrip().split(" ")) - 1], "..."]) if cut else seen[hit].rstrip()
-        )
-        at, gap = hit + 1, False
-    return "".join(f"{line}\n" for line in lines)
-
-
-def candidates(at: int, gap: bool, seen: list[str]) -> range:
-    return range(at, len(seen)) if gap else range(at, min(at + 1, len(seen)))
+        near_by = range(at, len(seen) if gap else min(at + 1, len(seen)))
+        tried = tests if line.strip() not in ("", "...") else ()
+        hit = next((i for test in tried for i in near_by if test(line, seen[i])), None)
+        yield line, hit
+        if hit is not None:
+            at, gap = hit + 1, False
 
 
 def alike(shown: str, said: str) -> bool:
@@ -273,21 +235,14 @@ def near(shown: float, said: float) -> bool:
 @pytest.fixture
 def as_it_was(tmp_path: Path) -> Iterator[None]:
     """What a page may change in this process."""
-    modules, path, random, threads = (
-        set(sys.modules),
-        list(sys.path),
-        torch.get_rng_state(),
-        torch.get_num_threads(),
-    )
-    default = torch.get_default_dtype()
-    yield
-    for name in set(sys.modules) - modules:
-        if (
-            name.startswith("docs_") or (tmp_path / f"{name}.py").is_file()
-        ):  # the page, and files that it wrote
+    modules, path = set(sys.modules), list(sys.path)
+    threads, default = torch.get_num_threads(), torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    for name in set(sys.modules) - modules:  # the page, and files that it wrote
+        if name.startswith("docs_") or (tmp_path / f"{name}.py").is_file():
             del sys.modules[name]
     sys.path[:] = path
-    torch.set_rng_state(random)
     torch.set_num_threads(threads)
     assert torch.get_default_dtype() == default
 
@@ -326,9 +281,8 @@ def test_no_more_blocks_are_left_out() -> None:
     assert sum(block.not_run is not None for name in PAGES for block in blocks_of(name)) == NOT_RUN
 
 
-def test_a_block_that_says_something_else_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_that_says_something_else_is_noticed() -> None:
     """The checks above can fail."""
-    monkeypatch.chdir(tmp_path)  # all files that lie where a command runs are read
     said = "peak 12.69 GiB (13627902464 bytes)\nsecond line\nthird line 3\n"
     for shown in (said, "peak 12.70 GiB ...\n...\nthird line 3\n", "...\nsecond line\n..."):
         check_output(Block("x.md", 1, "text", shown), said)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,10 @@ def code_cells(notebook: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def execute() -> Any:
-    """``notebooks/execute.py``."""
+    """The function of ``notebooks/execute.py``."""
     pytest.importorskip("nbclient", reason="pip install 'sacplan[notebook]'")
     pytest.importorskip("ipykernel", reason="pip install 'sacplan[notebook]'")
-    spec = importlib.util.spec_from_file_location("execute", FOLDER / "execute.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return runpy.run_path(str(FOLDER / "execute.py"))["main"]
 
 
 def texts_of(path: Path) -> list[list[str]]:
@@ -49,5 +44,5 @@ def test_stored_outputs_are_those_of_a_run(
 ) -> None:
     """Figures from ``benchmarks/results`` are those that lie there now."""
     monkeypatch.chdir(FOLDER.parent)
-    execute.main(FOLDER / f"{name}.ipynb", tmp_path / "out.ipynb")
+    execute(FOLDER / f"{name}.ipynb", tmp_path / "out.ipynb")
     assert texts_of(tmp_path / "out.ipynb") == texts_of(FOLDER / f"{name}.ipynb")

@@ -56,7 +56,6 @@ def test_a_step_at_another_batch_is_the_one_that_a_trace_records(
 def test_a_step_at_another_length_is_the_one_that_a_trace_records() -> None:
     at = {n: recording(2, n, "h100") for n in (128, 256, 640)}
     found = sized((128, 256), (at[128], at[256]))
-    assert found is not None
     assert found.at(640).recorded.storage_bytes == at[640].recorded.storage_bytes
     assert found.at(640).peak_bytes == at[640].peak_bytes
     plan = sacplan.plan(at[640], "smallest")
@@ -128,19 +127,14 @@ def test_rows_are_what_profile_and_plan_say(budget: str) -> None:
 
 def test_rows_on_a_gpu_without_a_budget_are_what_plan_says() -> None:
     """There, a row fits if what the allocator reserves does; the limit of the peak follows from that."""
-    with torch.device("meta"):
-        model = LM(layers=3, dim=256, vocab=4096, dropout=0.0)
     memory = memory_with_room(380 * 2**20)
     spec = replace(resolve_device("h100"), memory_bytes=memory, matmul_workspace_bytes=0)
-    found = sacplan.fit(
-        model, lambda n: tokens(n, 256, 4096), spec, cross_entropy, "sgd", batch=16, sizes=False
-    )
-    profile = sacplan.profile(model, tokens(16, 256, 4096), cross_entropy, torch.optim.SGD, spec)
+    found = on_gpu(None, "sgd", 16, spec)
+    profile = sacplan.profile(wide(), tokens(16, 256, 4096), cross_entropy, torch.optim.SGD, spec)
     planned = [row for row in found.rows if row.fits and row.way != "as it is"]
     assert planned
     for row in planned:
         plan = sacplan.plan(profile, techniques=row.techniques)
-        assert plan.device_memory is not None
         assert (row.peak_bytes, row.reserved_bytes) == (plan.peak_bytes, plan.device_memory.reserved_bytes())
         assert row.recompute_ms == pytest.approx(plan.recompute_ms)
         assert row.reserved_bytes <= left_of(memory)
@@ -162,11 +156,9 @@ def test_no_program_is_played_or_rehearsed_twice(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(device_memory, "peaks_on", peaks_on)
     monkeypatch.setattr(rest, "_rehearsed", rehearsal)
-    with torch.device("meta"):
-        model = LM(layers=3, dim=256, vocab=4096, dropout=0.0)
     memory = memory_with_room(380 * 2**20)
     spec = replace(resolve_device("h100"), memory_bytes=memory, matmul_workspace_bytes=0)
-    found = sacplan.fit(model, lambda n: tokens(n, 256, 4096), spec, cross_entropy, batch=16, sizes=False)
+    found = on_gpu(None, "adamw", 16, spec)
     assert any(row.reserved_bytes for row in found.rows)
     assert played
     assert rehearsed
@@ -269,7 +261,6 @@ def test_what_is_recommended_holds_the_budget_in_a_step_that_is_run() -> None:
     found = fitted("8MiB", optimizer=torch.optim.SGD, batch=16)
     best = found.recommended
     assert not found.fits
-    assert best is not None
     assert "does not fit as it is" in found.sentence
     model, batch = LM(layers=2, vocab=1024, dropout=0.0), tokens(16, 64, 1024)
     techniques = ("recompute",) if best.way == "plan" else ("recompute", "chunk")
@@ -323,18 +314,24 @@ def wide() -> LM:
         return LM(layers=3, dim=256, vocab=4096, dropout=0.0)
 
 
+GPU = "h100 without workspaces"
+
+
 @cache
-def on_gpu(budget: str, optimizer: str, batch: int) -> sacplan.Verdict:
-    made = lambda n: tokens(n, 256, 4096)  # noqa: E731
-    gpu = "h100 without workspaces"
-    return sacplan.fit(wide(), made, gpu, cross_entropy, optimizer, budget, batch=batch, sizes=False)
+def on_gpu(
+    budget: str | None, optimizer: str, batch: int, device: Any = GPU, host_budget: str | None = None
+) -> sacplan.Verdict:
+    how: dict[str, Any] = {"batch": batch, "sizes": False, "host_budget": host_budget}
+    return sacplan.fit(
+        wide(), lambda n: tokens(n, 256, 4096), device, cross_entropy, optimizer, budget, **how
+    )
 
 
 @cache
 def profiled_on_gpu(optimizer: str, batch: int) -> sacplan.Profile:
     """The step of ``on_gpu(..., optimizer, batch)``, with everything that planning has worked out from it."""
     make = BY_NAME[optimizer].make
-    return sacplan.profile(wide(), tokens(batch, 256, 4096), cross_entropy, make, "h100 without workspaces")
+    return sacplan.profile(wide(), tokens(batch, 256, 4096), cross_entropy, make, GPU)
 
 
 def on_host(found: sacplan.Verdict) -> list[sacplan.FitRow]:
@@ -383,38 +380,27 @@ def test_frozen_weights_that_do_not_fit_leave_the_device() -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.dim() == 1)
     assert sum(p.nbytes for p in model.parameters()) > 14 * 2**20
-    device, make = "h100 without workspaces", lambda n: tokens(n, 256, 4096)
-    found = sacplan.fit(model, make, device, cross_entropy, "sgd", "14MiB", batch=1, sizes=False)
+    make = lambda n: tokens(n, 256, 4096)  # noqa: E731
+    found = sacplan.fit(model, make, GPU, cross_entropy, "sgd", "14MiB", batch=1, sizes=False)
     (row,) = (row for row in found.rows if row.fits)
-    profile = sacplan.profile(model, tokens(1, 256, 4096), cross_entropy, BY_NAME["sgd"].make, device)
+    profile = sacplan.profile(model, tokens(1, 256, 4096), cross_entropy, BY_NAME["sgd"].make, GPU)
     plan = sacplan.plan(profile, "14MiB", techniques=row.techniques)
     assert plan.offloaded_weights
     assert (row.peak_bytes, row.host_bytes) == (plan.peak_bytes, plan.host_bytes)
 
 
 def test_an_optimizer_that_the_host_cannot_hold_is_named() -> None:
-    spec = replace(resolve_device("h100 without workspaces"), host_memory_bytes=32 * 2**20)
-    found = sacplan.fit(
-        wide(), lambda n: tokens(n, 256, 4096), spec, cross_entropy, "adamw", "40MiB", batch=2, sizes=False
-    )
+    found = on_gpu("40MiB", "adamw", 2, replace(resolve_device(GPU), host_memory_bytes=32 * 2**20))
     assert {row.optimizer for row in on_host(found)} == {"paged-adamw-8bit"}
     assert any("adamw-offload would take 68.00 MiB of the host's memory" in each for each in found.computed)
 
 
-def with_host(host_budget: str, budget: str) -> sacplan.Verdict:
-    return sacplan.fit(
-        wide(), lambda n: tokens(n, 256, 4096), "h100 without workspaces", cross_entropy, "adamw-offload", budget,
-        batch=16, sizes=False, host_budget=host_budget,
-    )  # fmt: skip
-
-
 def test_a_host_that_is_too_small_for_the_optimizer() -> None:
     """``plan`` refuses it, and no row with it fits, though the device has room."""
-    found = with_host("40MiB", "2GiB")
+    found = on_gpu("2GiB", "adamw-offload", 16, host_budget="40MiB")
     row = found.rows[0]
     assert (row.fits, row.over_bytes, row.over_host_bytes) == (False, 0, row.host_bytes - 40 * 2**20)
     assert "68.00 MiB on the host, 28.00 MiB over the host's 40.00 MiB)" in found.sentence
-    assert found.recommended is not None
     assert found.recommended.optimizer != "adamw-offload"
     profile = profiled_on_gpu("adamw-offload", 16)
     with pytest.raises(sacplan.errors.PlanError, match=r"takes 68\.00 MiB of the host"):
@@ -424,10 +410,7 @@ def test_a_host_that_is_too_small_for_the_optimizer() -> None:
 @pytest.mark.slow
 def test_a_host_that_is_too_small_for_the_shards() -> None:
     """With ``CPUOffloadPolicy`` shards, gradients and the optimizer are there."""
-    found = sacplan.fit(
-        wide(), lambda n: tokens(n, 256, 4096), "2xh100 without workspaces", cross_entropy, "adamw", "60MiB",
-        batch=4, sizes=False, host_budget="1MiB",
-    )  # fmt: skip
+    found = on_gpu("60MiB", "adamw", 4, f"2x{GPU}", host_budget="1MiB")
     row = next(row for row in found.rows if row.spread == "FSDP2, CPU offload")
     assert not row.fits
     assert row.over_host_bytes == row.host_bytes - 2**20
@@ -440,7 +423,6 @@ def test_the_peak_at_any_size_is_that_of_the_program_there(techniques: tuple[str
     """With sums over all rows, which take more inside as the batch grows, until they have enough blocks."""
     at = {n: recording(n, 50, "h100", 64, 4, 128) for n in (2, 4)}
     found = sized((2, 4), (at[2], at[4]))
-    assert found is not None
     plan = sacplan.plan(at[4], "smallest", techniques=techniques)
     peaks = found.peaks(plan.decisions, 1)
     for n in (8, 64):
@@ -466,10 +448,6 @@ def test_memory_of_the_host_may_be_what_is_missing() -> None:
     """Where weights have to leave and the host has no room for them, a sentence says what may help."""
     assert not any("host_budget" in sentence for sentence in on_gpu("22MiB", "adamw", 2).computed)
     optimizer_bytes = profiled_on_gpu("adamw-offload-gradients", 2).optimizer_host_bytes
-    made = lambda n: tokens(n, 256, 4096)  # noqa: E731
-    found = sacplan.fit(
-        wide(), made, "h100 without workspaces", cross_entropy, "adamw", "22MiB", batch=2, sizes=False,
-        host_budget=f"{optimizer_bytes + 2**20}B",
-    )  # fmt: skip
+    found = on_gpu("22MiB", "adamw", 2, host_budget=f"{optimizer_bytes + 2**20}B")
     assert found.recommended is None
     assert any("host_budget" in sentence for sentence in found.computed)

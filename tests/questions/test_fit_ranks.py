@@ -109,7 +109,6 @@ def test_rows_are_what_profile_and_plan_say(spread: str, budget: str) -> None:
     for row in rows[1:]:
         plan = sacplan.plan(profile, budget)
         assert row.fits
-        assert row.plan is not None
         assert (row.peak_bytes, row.plan.decisions) == (plan.peak_bytes, plan.decisions)
         assert row.step_ms == pytest.approx(plan.planned_ms)
 
@@ -230,7 +229,6 @@ def test_the_verdict_names_what_runs_the_step() -> None:
     assert "2 x h100" in verdict.sentence
     assert verdict.fits == any(row.fits for row in verdict.rows if row.way == "as it is")
     best = verdict.recommended
-    assert best is not None
     assert best.spread == "FSDP2"  # the first that fits as it is; in bfloat16 would be another training
     assert "fits with FSDP2. " in verdict.sentence
     assert verdict.code.startswith("# torchrun --nproc-per-node 2")

@@ -78,9 +78,7 @@ def gradients_of(model: nn.Module, called: nn.Module, batch: Any, loss_fn: Any) 
         values.append(loss.detach())
         grads = [p.grad for p in model.parameters() if p.requires_grad]
         optimizer.step()
-    for grad in grads:
-        assert grad is not None
-        values.append(grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone())
+    values.extend(grad.full_tensor() if hasattr(grad, "full_tensor") else grad.clone() for grad in grads)
     return values
 
 

@@ -32,7 +32,6 @@ def recorded(model: nn.Module, loss_fn: Any = mean_square) -> sacplan.Profile:
 
 
 def of(found: sacplan.Profile, ranks: int = 4, *, sequence: bool = False) -> dict[str, str]:
-    assert found.source is not None
     return tensor_parallel(found.recorded, found.fingerprint, found.source.model, ("tp", ranks), sequence)
 
 
@@ -145,7 +144,6 @@ def test_code_does_what_apply_does(way: str) -> None:
     plan = sacplan.policy(way, profile=made, mesh={"dp": 2, "tp": 2})
     code = plan.code()
     compile(code, "plan", "exec")
-    assert plan.ranks.sharding is not None
     for pattern, style in plan.ranks.sharding.styles.items():
         assert f"{pattern!r}: {style}," in code
     assert ("\nloss_parallel()" in code) == (way == "fsdp + sequence")

@@ -20,8 +20,7 @@ def llama(layers: int = 2, **options: Any) -> Any:
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=VOCAB,
-        **options,
+        **{"vocab_size": VOCAB} | options,
     )
     return transformers.LlamaForCausalLM(config)
 
@@ -41,18 +40,20 @@ def short_run(directory: Path | str, **options: Any) -> dict[str, Any]:
     } | options
 
 
-def examples(count: int) -> list[dict[str, torch.Tensor]]:
-    tokens = torch.randint(0, VOCAB, (count, SEQUENCE), generator=torch.Generator().manual_seed(0))
+def examples(count: int, vocab: int = VOCAB) -> list[dict[str, torch.Tensor]]:
+    tokens = torch.randint(0, vocab, (count, SEQUENCE), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": t, "labels": t} for t in tokens]
 
 
-def trainer(directory: Path | str, *, layers: int = 2, **options: Any) -> Any:
+def trainer(
+    directory: Path | str, *, layers: int = 2, vocab: int = VOCAB, dropout: float = 0.1, **options: Any
+) -> Any:
     """A Trainer of a model with dropout; ``options`` are training arguments."""
     made = transformers.Trainer(
-        llama(layers, attention_dropout=0.1),
+        llama(layers, attention_dropout=dropout, vocab_size=vocab),
         transformers.TrainingArguments(**short_run(directory, **options)),
-        train_dataset=examples(32),
-        eval_dataset=examples(8),
+        train_dataset=examples(32, vocab),
+        eval_dataset=examples(8, vocab),
     )
     made.remove_callback(transformers.PrinterCallback)
     return made

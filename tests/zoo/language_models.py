@@ -76,19 +76,6 @@ def cross_entropy(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch.flatten())
 
 
-class Tied(nn.Module):
-    """The head's weight is the embedding's; and there is a buffer."""
-
-    def __init__(self, vocab: int = 64, dim: int = 16) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(vocab, dim), nn.Linear(dim, vocab, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("scale", torch.ones(dim))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(tokens) * self.scale)
-
-
 class Tempered(LM):
     """With parameters behind the head."""
 

@@ -110,21 +110,15 @@ class GatedMLP(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class HeavyLayers(nn.Module):
+class HeavyLayers(Stack):
     """Layers whose parameters outweigh their activations; the batch needs no gradient."""
 
     def __init__(self, layers: int = 3, dim: int = 64, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
+        parts = (
             nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * dim, dim))
             for _ in range(layers)
         )
-        self.head = nn.Linear(dim, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        super().__init__(parts, nn.Linear(dim, 10))
 
 
 class Shared(nn.Module):
@@ -141,27 +135,6 @@ class Shared(nn.Module):
         for _ in range(3):
             h = self.layer(h)
         return self.head(self.other(h))
-
-
-class Towers(nn.Module):
-    """Two stacks side by side: the first of each needs no gradient for its input."""
-
-    def __init__(self, dim: int = 32) -> None:
-        super().__init__()
-
-        def tower() -> nn.ModuleList:
-            return nn.ModuleList(
-                nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim)) for _ in range(2)
-            )
-
-        self.left, self.right = tower(), tower()
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        for layer in self.left:
-            x = layer(x)
-        for layer in self.right:
-            y = layer(y)
-        return (x * y).mean(-1)
 
 
 class Unlike(nn.Module):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.zoo.language_models import LM
 from tests.zoo.layers import FeedForward
 
 
@@ -92,21 +93,12 @@ class HalfFlat(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class SplitLM(nn.Module):
+class SplitLM(LM):
     """A language model that runs with the weights of one rank: no size is written down in its forward pass."""
 
     def __init__(self, layers: int = 2, dim: int = 16, heads: int = 4, vocab: int = 24) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocab, dim)
-        self.layers = nn.ModuleList(HalfFlat(dim, heads) for _ in range(layers))
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, vocab, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+        super().__init__(0, dim, heads, vocab)
+        self.layers.extend(HalfFlat(dim, heads) for _ in range(layers))
 
 
 def parallel_lm(model: nn.Module, mesh: Any, head: bool = True) -> nn.Module:
