@@ -24,7 +24,7 @@ from sacplan.techniques.chunk.entries import loss_chunks, module_chunks, offer_o
 from sacplan.techniques.chunk.rest import training_chunk
 from sacplan.techniques.registry import rewritten
 from tests.support.plans import discarding
-from tests.support.steps import mean_square
+from tests.support.steps import assert_predicted, mean_square
 from tests.zoo.language_models import TokenModel
 from tests.zoo.language_models import cross_entropy as loss_fn
 from tests.zoo.layers import FeedForward, FromFunction, GatedMLP, Residual
@@ -184,8 +184,7 @@ def test_residual_layers_beside_each_other_under_autocast() -> None:
     model, batch, profile = of_residual_layers()
     # Of different numbers of slices, so each is rehearsed by itself: none is taken over from the other layer.
     plan = plan_with(profile, [Chunk("2", "module", 6, 1), Chunk("1", "module", 4, 1)])
-    for run in ("fake", "real"):
-        assert sacplan.verify(model, batch, plan, autocast_loss, run=run).peak_bytes == plan.peak_bytes  # type: ignore[arg-type]
+    assert_predicted(model, batch, plan, autocast_loss)
 
 
 def test_chunks_that_do_not_go_together_are_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,10 +249,7 @@ def test_a_layer_in_slices_that_discards_casts_takes_what_is_predicted(slices: i
     layers = [Chunk(f"layers.{i}", "module", slices, 1) for i in range(2)]
     for chunks in ([layers[0]], layers, [*layers, Chunk("head", "rest", 16, 1)]):
         plan = plan_of_both(profile, *chunks)
-        for run in ("fake", "real"):
-            seen = sacplan.verify(residual_net(), batch, plan, under_autocast, run=run)  # type: ignore[arg-type]
-            assert seen.peak_bytes == plan.peak_bytes
-            assert not seen.differences
+        assert_predicted(residual_net(), batch, plan, under_autocast)
 
 
 def test_layers_of_a_list_are_alike() -> None:

@@ -98,18 +98,6 @@ def test_autocast_around_the_forward_pass_only(model: LM, batch: torch.Tensor) -
     installed.remove()
 
 
-def test_scaled_gradients(model: LM, batch: torch.Tensor) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return scaler.scale(plain_loss(model, x))
-
-    plain = step(model, batch, loss_fn)
-    installed = InstalledChunks(model, [*CHUNKS, Chunk("head", "rest", 8, 1)])
-    close(step(model, batch, loss_fn), plain, near=(*NEAR, "head."))
-    installed.remove()
-
-
 @pytest.mark.parametrize(("accumulate", "times"), [("parameter", 4), ("float32", 1.1)])
 def test_half_precision_over_many_slices(accumulate: str, times: float) -> None:
     """Errors against float64, over those of the plain step in bfloat16."""

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from examples.transformer import Transformer
 from sacplan.device import attention
 from sacplan.device.attention import AttentionCall, attention_backend, cudnn_promoted
 from sacplan.device.cublas import library_workspace_bytes, workspaces_stay
@@ -295,25 +294,6 @@ def test_cpu_device_routes_nothing() -> None:
     with fake_device("cpu"):
         q, k, v = qkv(FP32)
         assert saved_by(lambda: F.dropout(F.scaled_dot_product_attention(q, k, v), 0.1))[1] == plain
-
-
-def test_seed_transformer_keeps_what_cuda_keeps() -> None:
-    with fake_device("h100"):
-        model = Transformer()
-        with Ops() as ops:
-            out, saved = saved_by(lambda: model(torch.randint(0, 8192, (8, 1024))))
-            out.sum().backward()
-    tokens = (8, 1024, 768)
-    # One mask after the embeddings and two a layer, a byte an element and never floats.
-    assert saved[(tokens, torch.bool)] == 9
-    assert ops.noted.count("native_dropout") == 9
-    # q, k, v and out of each layer, the logsumexp, and no scores.
-    assert ops.noted.count("_scaled_dot_product_efficient_attention") == 4
-    assert saved[((8, 12, 1024, 64), FP32)] == 16
-    assert saved[((8, 12, 1024), FP32)] == 4
-    assert not [shape for shape, _ in saved if shape[-2:] == (1024, 1024)]
-    # The inputs of the nine layer norms.
-    assert saved[(tokens, FP32)] == 9
 
 
 # --------------------------------------------------------------------------------------- nothing is left

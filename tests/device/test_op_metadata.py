@@ -24,7 +24,6 @@ from benchmarks.op_metadata import (
 from sacplan.device.kernels import fake_device
 from sacplan.device.layouts import quick_kernels
 from sacplan.torch_compat.fake_kernels import elementwise_ops, is_structured, run_in_cpp, torchs_own_fake
-from tests.support.chunks import allocations
 from tests.zoo.convnets import BasicBlock, Depthwise, Inverted
 from tests.zoo.layers import FromFunction
 
@@ -290,20 +289,3 @@ def test_steps_are_predicted_as_measured(name: str) -> None:
         assert plan.peak_bytes == planned.peak_bytes
         assert planned.same_bits(plain)
         assert sacplan.verify(model, batch, plan, loss_fn, run="fake").peak_bytes == plan.peak_bytes
-
-
-@pytest.mark.filterwarnings("error:the workspace of")
-@pytest.mark.parametrize("rows", [1, 2])
-def test_inference_on_a_batch_of_one(rows: int) -> None:
-    torch.manual_seed(0)
-    model, batch = autoencoder().eval(), torch.randn(rows, 32, 16, 16)
-    profile = sacplan.profile(model, batch, device="cpu", mode="inference")
-    before = sum(profile.program.storage_bytes[s] for s in profile.program.initial)
-    plan = sacplan.plan(profile, "smallest")
-    with torch.no_grad():
-        expected = model(batch)
-        assert profile.peak_bytes - before == allocations(lambda: model(batch))[1]
-        handle = sacplan.apply(model, plan)
-        torch.testing.assert_close(model(batch), expected)
-        assert plan.peak_bytes - before == allocations(lambda: model(batch))[1]
-        handle.remove()

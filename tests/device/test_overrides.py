@@ -50,20 +50,6 @@ def test_batch_norm_goes_to_cudnn_and_keeps_its_input() -> None:
     assert norm.weight.grad is not None
 
 
-def test_batch_norm_of_halves() -> None:
-    with fake_device("h100"):
-        x = torch.randn(4, 8, 6, 6, dtype=FP16, requires_grad=True)
-        weight, bias, mean, var = torch.ones(8), torch.zeros(8), torch.zeros(8), torch.ones(8)
-        y, saved = saved_by(lambda: F.batch_norm(x, mean, var, weight, bias, training=True))
-        y.sum().backward()
-        assert y.dtype == FP16
-        assert saved[((4, 8, 6, 6), FP16)] == 1
-        with Ops() as ops:
-            F.batch_norm(x, mean.half(), var.half(), weight.half(), bias.half(), training=True)
-            F.batch_norm(x.bfloat16(), mean, var, weight, bias, training=True)
-        assert ops.noted.count("native_batch_norm") == 2
-
-
 @pytest.mark.parametrize(
     ("want", "change"),
     [
@@ -388,10 +374,6 @@ def profiled(device: str) -> sacplan.Profile:
     return sacplan.profile(model, torch.randn(32, 64), device=device)
 
 
-def recorded() -> Any:
-    return profiled("h100 without workspaces").program
-
-
 @pytest.mark.skipif(not libraries.workspaces_stay(), reason="torch 2.15 keeps no workspaces")
 def test_a_profile_counts_them_and_a_plan_keeps_its_promise() -> None:
     counted, bare = profiled("h100"), profiled("h100 without workspaces")
@@ -415,8 +397,7 @@ def test_a_profile_counts_them_and_a_plan_keeps_its_promise() -> None:
 
 
 def test_no_workspaces_where_none_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = recorded()
-    spec = resolve_device("h100")
+    plain, spec = profiled("h100 without workspaces").program, resolve_device("h100")
     assert library_workspaces(plain, spec, (2, 15)) == Patch()
     assert library_workspaces(plain, resolve_device("cpu"), (2, 13)) == Patch()
     assert library_workspaces(plain, spec.without_workspaces(), (2, 13)) == Patch()

@@ -132,10 +132,6 @@ def test_points_are_reachable_and_none_dominates_another(
     assert set(vertices) <= set(tradeoff(problem, max_points=1000))
 
 
-def figures(points: tuple[TradeoffPoint, ...]) -> list[tuple[int, float, list[int]]]:
-    return [(point.kept_bytes, point.recompute_ms, sorted(point.discarded)) for point in points]
-
-
 def random_unit(n_ops: int, seed: int) -> ClosureProblem:
     rng = random.Random(seed)
     ops, sizes, live = [], [2**25], [0]

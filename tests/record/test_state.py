@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
 
 import sacplan
 from tests.support.processes import run_python
@@ -68,13 +66,18 @@ class Busy(nn.Module):
         self.random = random.Random(1)
         self.numpy = np.random.default_rng(2)
         self.linear.weight.main_grad = torch.zeros(4, 4)
+        self.linear.weight.tag = "column"
+        self.lock, self.code = threading.Lock(), math
         self.fail = None
         self.freezes = True
 
     def forward(self, x):
         self.calls += 1
         x.detach().add_(1)
-        y = self.norm(self.linear(x) * self.space.t.clone() + self.embedding.weight.sum() * 0)
+        assert self.linear.weight.tag == "column"
+        with self.lock:
+            y = self.linear(x) * self.space.t.clone() * self.code.pi
+        y = self.norm(y + self.embedding.weight.sum() * 0)
         self.embedding(torch.tensor([0, 1, 2, 3, 4]))  # renormalizes its weights in place
         found = y.detach()
         self.replaced = self.replaced + found.mean(0)
@@ -204,38 +207,16 @@ def test_whatever_happens_in_a_real_step(error):
     assert_same(before, picture(model, optimizer, batch))
 
 
-class Quantized(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.weight = FakeQuantize(
-            observer=MovingAveragePerChannelMinMaxObserver,
-            quant_min=-128,
-            quant_max=127,
-            dtype=torch.qint8,
-            qscheme=torch.per_channel_symmetric,
-            ch_axis=0,
-        )
-
-    def forward(self, x):
-        return F.linear(x, self.weight(self.linear.weight), self.linear.bias)
-
-
-@pytest.mark.parametrize(
-    "make", [Quantized, lambda: nn.Sequential(torch.jit.script(nn.BatchNorm1d(8)), nn.Linear(8, 8))]
-)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:module '0' was made by torch.jit")
-def test_modules_that_a_copy_back_failed_for(make):
-    model, batch = make(), torch.randn(4, 8)
+def test_buffers_of_a_scripted_module_are_put_back():
+    model, batch = nn.Sequential(torch.jit.script(nn.BatchNorm1d(8)), nn.Linear(8, 8)), torch.randn(4, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    gradient = [p.grad for p in model.parameters()]
+
     sacplan.profile(model, batch, None, optimizer, device="cpu", trace="real")
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[k], after[k]) for k in before)
-    assert not optimizer.state
-    assert [p.grad for p in model.parameters()] == gradient
 
 
 def test_a_graph_from_before_is_still_valid():
@@ -329,36 +310,6 @@ def test_fake_tensors_in_other_objects_are_taken_out_with_a_warning():
     assert registry.inner.last is None
     assert registry.inner.kept == []
     assert vars(outer) == {"kept": []}
-
-
-class HoldsMuch(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.generator = torch.Generator().manual_seed(3)
-        self.space = types.SimpleNamespace(t=torch.ones(4))
-        self.running = Running(torch.ones(4))
-        self.lock = threading.Lock()
-        self.code = math
-        self.linear.weight.main_grad = torch.zeros(4, 4)
-        self.linear.weight.tag = "column"
-
-    def forward(self, x):
-        with self.lock:
-            y = self.linear(x) * self.space.t * self.running.mean
-        assert self.linear.weight.tag == "column"
-        self.linear.weight.main_grad.add_(1)
-        return y * torch.rand(y.shape, generator=self.generator) * self.code.pi
-
-
-def test_what_a_model_may_hold_in_a_fake_trace():
-    model, batch = HoldsMuch(), torch.randn(2, 4)
-    before = model.generator.get_state()
-    fake = sacplan.profile(model, batch, device="cpu")
-    assert torch.equal(model.generator.get_state(), before)
-    assert torch.equal(model.linear.weight.main_grad, torch.zeros(4, 4))
-    assert fake.peak_bytes == sacplan.profile(model, batch, device="cpu", trace="real").peak_bytes
-    assert torch.equal(model.generator.get_state(), before)
 
 
 class Coupling(torch.autograd.Function):
