@@ -80,18 +80,6 @@ def test_the_worst_is_what_a_real_step_takes_that_routes_so(kind: Any, top_k: in
     assert any("assumed (worst)" in sentence for sentence in worst.assumptions)
 
 
-def test_the_same_experts_get_all_rows() -> None:
-    rows = []
-
-    def loss_fn(model: Any, batch: Any) -> torch.Tensor:
-        loss = mean_square(model, batch)
-        rows.append(tuple(model.rows))
-        return loss
-
-    trace_step(StepRequest(MoE(), X, loss_fn, None, "cpu", "cost-model", "fake", routing="worst"))
-    assert rows[-1] == (64, 64, 0, 0)
-
-
 def test_mixtral_in_its_worst_case() -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)

@@ -6,11 +6,9 @@ on NumPy arrays of the tensors: as in Triton, neither a dispatch mode nor a vers
 
 from __future__ import annotations
 
-import logging
 import sys
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -125,23 +123,3 @@ def test_what_a_kernel_writes_may_not_run_again(trace: Any) -> None:
     for launch in launches:
         for storage in launch.mutates:
             assert not any(op.recomputable for op in program.ops if storage in op.writes)
-
-
-def test_a_trainer_with_ligers_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    pytest.importorskip("liger_kernel")
-    transformers = pytest.importorskip("transformers")
-    from sacplan.integrations.transformers import profile_trainer, step_arguments
-    from tests.support.trainers import trainer
-
-    # The first use says which backends are missing; the log that pytest keeps would hold that error's frames.
-    monkeypatch.setattr(logging.getLogger("liger_kernel.backends.registry"), "disabled", True)
-    modeling = transformers.models.llama.modeling_llama
-    for name in ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP"):
-        monkeypatch.setattr(modeling, name, getattr(modeling, name))  # Liger replaces them for the process
-    made = trainer(tmp_path, use_liger_kernel=True)
-    profile = profile_trainer(made, device="h100")
-    assert any("launches of Triton kernels" in rule for rule in profile.assumptions)
-    plan = sacplan.plan(profile, "smallest")
-    assert plan.peak_bytes < profile.peak_bytes
-    assert sacplan.verify(**step_arguments(made), plan=plan).peak_bytes == plan.peak_bytes
