@@ -137,20 +137,6 @@ def test_budgets_that_recomputation_cannot_hold(name: str) -> None:
     check_gradients(case, between)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINING)
-def test_the_smallest_peak_holds(name: str) -> None:
-    case, _, smallest, between = planned(name)
-    _, profile = profiled(name)
-    at_it = sacplan.plan(profile, f"{smallest.peak_bytes}B", techniques=BOTH)
-    assert at_it.peak_bytes <= smallest.peak_bytes < between.peak_bytes
-    check_predicted(case, at_it)
-    with pytest.raises(sacplan.InfeasibleBudget) as error:
-        sacplan.plan(profile, f"{smallest.peak_bytes - 1}B", techniques=BOTH)
-    assert error.value.smallest_feasible_bytes == smallest.peak_bytes
-
-
 @pytest.mark.slow
 def test_a_budget_costs_no_more_than_it_needs() -> None:
     """Half way down little is recomputed: slices are nearly enough, and few of them."""
@@ -206,12 +192,6 @@ def flat(logits: torch.Tensor) -> torch.Tensor:
 def in_bfloat16(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return cross_entropy(model, x)
-
-
-def model_in_bfloat16(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(x)
-    return F.cross_entropy(flat(logits.float()), x.flatten())
 
 
 def at_the_end(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -318,17 +298,6 @@ def test_steps_of_many_kinds(name: str) -> None:
     plan = least(case)
     check_predicted(case, plan)
     check_gradients(case, plan)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.parametrize("loss_fn", [in_bfloat16, model_in_bfloat16])
-def test_autocast(loss_fn: Loss) -> None:
-    case = Case(lm(), batch_of(), loss_fn)
-    plan = least(case)
-    check_predicted(case, plan)
-    check_gradients(case, plan, elsewhere=2e-2)  # sums in bfloat16
-    check_predicted(case, least(case, "h100"), real=False)
 
 
 def per_sample(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
-import warnings
 import weakref
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -25,7 +22,6 @@ from sacplan.techniques.registry import rewritten
 from tests.chunk.test_backward import gradients, loss_fn, make_case
 from tests.support.slow_link import slow_link
 from tests.support.steps import bit_equal
-from tests.support.threads import at_once
 from tests.zoo.language_models import TokenModel
 from tests.zoo.layers import MLP, FromFunction
 
@@ -141,31 +137,6 @@ def test_exceptions_in_the_middle_leave_nothing_behind(
         found = gradients(model, batch)
         assert bit_equal(list(expected.values()), list(found.values()))
     assert not link.broken
-
-
-def test_threads_and_batches_of_other_sizes() -> None:
-    """With recomputation, slices and copies, at once: bits are those of the same slices without copies."""
-    profile, plan = of_all_three()
-    kept = tuple(one for one in plan.decisions if not isinstance(one, Offload))
-    without = plan_by_hand(profile, kept, "by hand")
-    model, batch = make_case(LAYERS)
-    batches = [batch, batch[:1], batch[:, : batch.shape[1] // 2], batch]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the step is not the one", sacplan.SacplanWarning)
-        plain = copy.deepcopy(model)
-        sacplan.apply(plain, without)
-        expected = [gradients(plain, one) for one in batches]
-        replicas = [copy.deepcopy(model) for _ in range(2)]
-
-        def train(replica: nn.Module) -> list[bool]:
-            return [
-                bit_equal(list(wanted.values()), list(gradients(replica, one).values()))
-                for one, wanted in zip(batches, expected, strict=True)
-            ]
-
-        for replica in replicas:
-            sacplan.apply(replica, plan)
-        assert at_once(*[partial(train, replica) for replica in replicas]) == [[True] * 4] * 2
 
 
 def test_slices_and_copies_in_one_unit_that_recomputes_nothing() -> None:

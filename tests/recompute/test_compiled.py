@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -158,19 +157,6 @@ def test_what_is_saved_and_recomputed_is_what_the_plan_says(
 
 
 @pytest.mark.slow
-def test_adjacent_units_that_discard_everything(
-    profile: sacplan.Profile, model: nn.Module, tokens: torch.Tensor
-) -> None:
-    plan = everything_but(profile, ["layers.0", "layers.1"])
-    seen = Seen()
-    assert bit_equal(
-        step(copy.deepcopy(model), tokens, None), step(planned(model, plan), tokens, seen.backend)
-    )
-    hidden = tokens.numel() * DIM * 4
-    assert seen.saved_bytes <= 3 * hidden  # the inputs of both layers and of the head
-
-
-@pytest.mark.slow
 def test_inductor() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(FeedForward(DIM, 96, 0.0), nn.Linear(DIM, DIM)), torch.randn(64, DIM)
@@ -197,40 +183,10 @@ def test_same_tags_share_compiled_code_and_others_do_not(
         assert seen.graphs == graphs
 
 
-@pytest.mark.slow
-def test_applying_and_removing_compiles_again(
-    model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor
-) -> None:
-    expected = step(copy.deepcopy(model), tokens, None)
-    changing, seen = copy.deepcopy(model), Seen()
-    saved = []
-    handle = None
-    for turn in range(3):
-        if turn == 1:
-            handle = sacplan.apply(changing, plan)
-        elif handle is not None:
-            handle.remove()
-        before = seen.saved_bytes
-        assert bit_equal(expected, step(changing, tokens, seen.backend))
-        saved.append(seen.saved_bytes - before)
-    assert saved[1] < saved[0]
-    assert saved[2] in (0, saved[0])  # the first code again, or made again
-
-
 def test_no_checkpoint_without_gradients(model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor) -> None:
     run = torch.compile(planned(model, plan), backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert torch.equal(run(tokens), model(tokens))
-
-
-@pytest.mark.slow
-def test_copies_and_pickles_compile(model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor) -> None:
-    seen, again = Seen(), Seen()
-    with_plan = planned(model, plan)
-    expected = step(copy.deepcopy(with_plan), tokens, seen.backend)
-    torch._dynamo.reset()
-    assert bit_equal(expected, step(pickle.loads(pickle.dumps(with_plan)), tokens, again.backend))
-    assert seen.saved_bytes == again.saved_bytes
 
 
 class Odd(nn.Module):
@@ -320,6 +276,9 @@ def test_what_was_compiled_before_takes_the_plan(
     with sacplan.apply(called, plan):
         assert bit_equal(before, step(called, tokens, None))
     assert 0 < seen.saved_bytes < saved
+    seen.saved_bytes = 0
+    assert bit_equal(before, step(called, tokens, None))
+    assert seen.saved_bytes in (0, saved)  # the first code again, or made again
     partly = copy.deepcopy(model)
     partly.layers[1] = torch.compile(partly.layers[1])  # type: ignore[assignment]
     with pytest.raises(sacplan.errors.PlanError, match=r"module 'layers\.1' is compiled on its own"):
