@@ -124,13 +124,7 @@ def test_slices_of_layers_reach_what_recomputation_and_the_loss_do_not(
     smallest = smallest_of_both()
     assert {chunk.span for chunk in smallest.chunks} >= {"module"}
     assert smallest.peak_bytes < 0.8 * alone.peak_bytes
-    plan = sacplan.plan(profile, f"{smallest.peak_bytes}B", techniques=BOTH)
-    assert plan.peak_bytes <= smallest.peak_bytes
-    for run in ("fake", "real"):
-        seen = sacplan.verify(model, batch, plan, loss_fn, run=run)  # type: ignore[arg-type]
-        assert seen.within_budget
-        assert not seen.differences
-        assert abs(seen.error) < 5e-3 if run == "real" else seen.peak_bytes == plan.peak_bytes
+    assert_predicted(model, batch, smallest, loss_fn)
 
 
 def test_gradients_of_a_plan_with_both(case: tuple[nn.Module, torch.Tensor]) -> None:

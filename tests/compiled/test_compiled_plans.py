@@ -60,18 +60,6 @@ def test_a_policy_has_the_peak_of_the_compiled_step() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-def test_reports_and_frontiers_are_those_of_the_compiled_step(tmp_path: Path) -> None:
-    profile = profile_of(True)
-    full = sacplan.policy("full", profile=profile)
-    assert sacplan.verify(model(), BATCH, full, cross_entropy).peak_bytes == full.peak_bytes
-    sacplan.Report(profile, full).write(tmp_path / "report.html")
-    assert "compiled layers.*" in (tmp_path / "report.html").read_text()
-    frontier = sacplan.frontier(profile, 2, policies=False)
-    assert list(frontier.peak_bytes) == [sacplan.plan(profile, "smallest").peak_bytes, profile.peak_bytes]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
 @pytest.mark.parametrize("modules", [["layers.*"], [""]])
 def test_fit_says_what_the_compiled_step_takes_and_its_largest_batches(modules: list[str]) -> None:
     compile, n_bytes = {**BLOCKS, "modules": modules}, 3 * 2**20

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +13,10 @@ from torch import nn
 import sacplan
 from sacplan.record.step import Step
 from sacplan.running.measure import measured_step
-from tests.support.slow import slow_after
 from tests.support.steps import assert_predicted
 from tests.support.steps import mean_square as loss_fn
 from tests.zoo.language_models import TokenModel
 from tests.zoo.layers import FromFunction
-
-transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
 
@@ -73,35 +69,6 @@ def test_a_comparison_of_anything_else_is_still_refused() -> None:
 
     with pytest.raises(sacplan.errors.DataDependentError):
         sacplan.profile(FromFunction(asks, observed=Observed()), torch.randn(4, 8), device="cpu")
-
-
-def _swin(window: int) -> tuple[nn.Module, dict[str, Any]]:
-    config = transformers.SwinConfig(
-        image_size=32,
-        patch_size=2,
-        window_size=window,
-        depths=(2, 2),
-        embed_dim=16,
-        num_heads=(2, 4),
-        num_labels=10,
-    )
-    model = transformers.SwinForImageClassification(config).train()
-    shifts = [block.shift_size for stage in model.swin.encoder.layers for block in stage.blocks]
-    assert max(shifts) == window // 2
-    return model, {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.zeros(2, dtype=torch.long)}
-
-
-@pytest.mark.parametrize("window", slow_after(1, [5, 4]))
-def test_peaks_with_and_without_data_and_measured(window: int) -> None:
-    torch.manual_seed(0)
-    model, batch = _swin(window)
-    fake, real = (sacplan.profile(model, batch, device="cpu", trace=trace) for trace in ("fake", "real"))
-    assert fake.peak_bytes == real.peak_bytes
-    assert _ops(fake) == _ops(real)
-    plan = sacplan.plan(fake, "80%")
-    seen = sacplan.verify(model, batch, plan, run="real")
-    assert seen.peak_bytes == plan.peak_bytes
-    assert not seen.differences
 
 
 # --- what is alive beside the model's own tensors ---------------------------------------------------------------------
