@@ -16,11 +16,10 @@ from torch.amp.autocast_mode import autocast as autocast_class
 
 from sacplan.device.autocast import policies
 from sacplan.device.devices import torch_version
-from sacplan.device.kernels import device_kernels, fake_device
+from sacplan.device.kernels import fake_device
 from sacplan.device.op_kernels import Call
 from sacplan.errors import DeviceError
 from tests.support.ops import Ops, name_of
-from tests.support.threads import at_once
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -244,31 +243,6 @@ def test_a_step_keeps_what_cuda_keeps() -> None:
 
 
 # ------------------------------------------------------------------------------------- nothing is left
-
-
-def test_real_tensors_and_other_threads_keep_the_cpus_autocast() -> None:
-    def run() -> list[torch.dtype]:
-        x = torch.randn(8, 8, dtype=BF16)
-        with torch.autocast("cpu", BF16):
-            return [
-                f(x).dtype
-                for f in (
-                    *HALF_IN.values(),
-                    *STAYS_HALF.values(),
-                    lambda x: torch.mv(x, x[0]),
-                    lambda x: torch.cat([x, x.float()]),
-                    lambda x: F.binary_cross_entropy(torch.sigmoid(x), torch.sigmoid(x)),
-                )
-            ]
-
-    before = run()
-    assert before.count(FP32) < len(before)
-    seen: list[list[torch.dtype]] = []
-    with device_kernels("h100"):
-        seen.append(run())
-        seen += at_once(run)
-    assert seen == [before, before]
-    assert run() == before
 
 
 def test_everything_is_put_back() -> None:

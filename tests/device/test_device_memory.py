@@ -93,8 +93,23 @@ def test_the_optimizers_state_comes_in_the_first_step() -> None:
     assert without.first_step == without.steps
 
 
-def test_steps_go_on_until_one_reserves_nothing() -> None:
-    profile = profiled(1024, torch.optim.AdamW)
+class Renewing(torch.optim.Optimizer):
+    """An optimizer that makes its state anew in each step, as Adafactor does with some of it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            state["mean"] = state.get("mean", torch.zeros_like(p)) * 0.9 + p.grad
+            p.sub_(state["mean"])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, Renewing])
+def test_steps_go_on_until_one_reserves_nothing(optimizer: Any) -> None:
+    profile = profiled(1024, optimizer)
     allocator = CachingAllocator()
     first, steps = peaks_on(allocator, profile.program)
     assert first.max_memory_reserved <= steps.max_memory_reserved == allocator.reserved_bytes
@@ -154,28 +169,3 @@ def test_counters_of_steps_are_on_the_host(options: dict[str, bool], on_device: 
         program.storage_bytes[s] for s in program.initial if program.storage_kinds[s].name == "PARAMETER"
     )
     assert sum(program.storage_bytes[s] for s in state) == moments + 512 * 4 * on_device
-
-
-class Renewing(torch.optim.Optimizer):
-    """An optimizer that makes its state anew in each step, as Adafactor does with some of it."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for p in (p for group in self.param_groups for p in group["params"]):
-            state = self.state[p]
-            state["mean"] = state.get("mean", torch.zeros_like(p)) * 0.9 + p.grad
-            p.sub_(state["mean"])
-
-
-def test_state_that_is_made_anew_is_the_state_of_the_next_step() -> None:
-    profile = profiled(1024, Renewing)
-    allocator = CachingAllocator()
-    _, steps = peaks_on(allocator, profile.program)
-    fold = Fold(profile.program)
-    for code, arg in profile.program.events:
-        fold.step(code, arg)
-    assert allocator.allocated_bytes == fold.live
-    assert steps.max_memory_allocated >= profile.peak_bytes

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as torch_optimizer
 
 import sacplan
@@ -23,7 +22,8 @@ from sacplan.device.kernels import device_kernels, fake_device
 from sacplan.device.library_workspaces import library_workspace_bytes, library_workspaces
 from sacplan.device.overrides import takes_cudnn_batch_norm
 from sacplan.record.fake_data import data_rules
-from tests.device.test_kernels import BF16, FP16, FP32, inside, saved_by
+from tests.device.test_autocast import HALF_IN, STAYS_HALF
+from tests.device.test_kernels import BF16, FP16, FP32, inside, real_step, saved_by
 from tests.support.ops import Ops, name_of
 from tests.support.threads import at_once
 from tests.zoo.layers import FromFunction
@@ -221,25 +221,16 @@ def step_ops(make: Callable[[Any], torch.optim.Optimizer]) -> list[str]:
 
 
 O = torch.optim  # noqa: E741
-FOREACH = {
-    "adamw": O.AdamW,
-    "adam": O.Adam,
-    "sgd": lambda p: O.SGD(p, lr=0.1, momentum=0.9),
-    "rmsprop": O.RMSprop,
-    "adagrad": O.Adagrad,
-    "adadelta": O.Adadelta,
-    "nadam": O.NAdam,
-    "radam": O.RAdam,
-    "adamax": O.Adamax,
-}
 
 
-@pytest.mark.parametrize("name", FOREACH)
-def test_foreach_is_the_default(name: str) -> None:
+@pytest.mark.parametrize(
+    "make", [O.AdamW, O.Adam, O.SGD, O.RMSprop, O.Adagrad, O.Adadelta, O.NAdam, O.RAdam, O.Adamax]
+)
+def test_foreach_is_the_default(make: Any) -> None:
     with fake_device("h100"):
-        assert any(op.startswith("_foreach_") for op in step_ops(FOREACH[name]))
+        assert any(op.startswith("_foreach_") for op in step_ops(make))
     with fake_device("cpu"):
-        assert not any(op.startswith("_foreach_") for op in step_ops(FOREACH[name]))
+        assert not any(op.startswith("_foreach_") for op in step_ops(make))
 
 
 @pytest.mark.parametrize(
@@ -312,21 +303,26 @@ def test_state_and_temporaries_of_optimizers(make: Any, state: float, temporarie
     assert tracker.peak_bytes - before == pytest.approx(temporaries * P, abs=0.01 * P)
 
 
-def test_torch_optim_is_put_back() -> None:
+def untouched() -> tuple[Any, ...]:
+    """What real tensors take and keep: kernels, the CPU's autocast, and optimizers."""
+    x = torch.randn(8, 8, dtype=BF16)
+    with torch.autocast("cpu", BF16):
+        types = [run(x).dtype for run in (*HALF_IN.values(), *STAYS_HALF.values())]
+        types += [torch.mv(x, x[0]).dtype, torch.cat([x, x.float()]).dtype]
+        types.append(F.binary_cross_entropy(torch.sigmoid(x), torch.sigmoid(x)).dtype)
+    out, grad, saved = real_step()
+    return out.tolist(), grad.tolist(), saved, types, step_ops(O.AdamW)
+
+
+def test_real_tensors_and_other_threads_keep_their_kernels() -> None:
+    before = untouched()
+    assert not any(op.startswith("_foreach_") for op in before[-1])
     types = list(torch_optimizer._foreach_supported_types)
     devices = torch_optimizer._get_foreach_kernels_supported_devices
-    seen: list[list[str]] = []
-
-    def elsewhere() -> None:
-        with FakeTensorMode():
-            seen.append(step_ops(O.AdamW))
-
     implementations = dict(fake_impls.op_implementations_dict)
-    with fake_device("h100"):
-        at_once(elsewhere)
-    with device_kernels("h100"):  # real tensors, no fake mode
-        seen.append(step_ops(O.AdamW))
-    assert not any(op.startswith("_foreach_") for ops in seen for op in ops)
+    with device_kernels("h100"):
+        assert [untouched(), *at_once(untouched)] == [before] * 2
+    assert untouched() == before
     assert torch_optimizer._foreach_supported_types == types
     assert torch_optimizer._get_foreach_kernels_supported_devices is devices
     assert fake_impls.op_implementations_dict == implementations

@@ -236,17 +236,6 @@ def test_rules_draw_no_random_numbers():
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_optimizers_steps_count():
-    def question(x):
-        optimizer = torch.optim.Adam([x], foreach=False)
-        for _ in range(3):
-            x.sum().backward()
-            optimizer.step()
-        return optimizer.state[x]["step"].item()
-
-    assert ask(question) == (3.0, [])
-
-
 def test_a_module_may_convert_itself_in_the_step():
     def converts(self, x):
         self.linear = self.linear.to(torch.float32)

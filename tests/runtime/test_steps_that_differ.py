@@ -70,19 +70,13 @@ def padded(*, share: bool) -> nn.Module:
     return TokenModel(map(WindowedBlock, ropes), DIM, 64)
 
 
-class InnerGradient(nn.Module):
+def inner_gradient(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
     """The engine adds up two gradients inside of the forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.out = nn.Linear(DIM, DIM), nn.Linear(4 * DIM, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.inside(x)
-        with torch.enable_grad():
-            z = h.detach().requires_grad_()
-            (slope,) = torch.autograd.grad((z.sin() * z).sum(), z)
-        return x + self.out((torch.cat([h * slope.tanh()] * 4, -1) + 0.5).cos())
+    h = self.inside(x)
+    with torch.enable_grad():
+        z = h.detach().requires_grad_()
+        (slope,) = torch.autograd.grad((z.sin() * z).sum(), z)
+    return x + self.out((torch.cat([h * slope.tanh()] * 4, -1) + 0.5).cos())
 
 
 def ids(rows: int = 8, length: int = 64) -> torch.Tensor:
@@ -167,7 +161,8 @@ def test_padded_batches_keep_the_budget(share: float) -> None:
 
 @pytest.mark.parametrize("trace", ["fake", "real"])
 def test_a_gradient_inside_of_the_forward_pass_moves_no_decision(trace: str) -> None:
-    model = nn.Sequential(*(InnerGradient() for _ in range(3)))
+    parts = ({"inside": nn.Linear(DIM, DIM), "out": nn.Linear(4 * DIM, DIM)} for _ in range(3))
+    model = nn.Sequential(*(FromFunction(inner_gradient, **own) for own in parts))
     x = torch.randn(256, DIM)
     plan = sacplan.plan(sacplan.profile(model, x, loss_of, device="cpu", trace=trace), "75%")
     plain = copy.deepcopy(model)
