@@ -23,8 +23,9 @@ from sacplan.techniques.chunk.chunk_entry import CannotChunk
 from sacplan.techniques.chunk.entries import loss_chunks, module_chunks, offer_of
 from sacplan.techniques.chunk.rest import training_chunk
 from sacplan.techniques.registry import rewritten
+from tests.support.chunks import close, step
 from tests.support.plans import discarding
-from tests.support.steps import assert_predicted, mean_square
+from tests.support.steps import assert_predicted, bit_equal, grads_of, mean_square
 from tests.zoo.language_models import TokenModel
 from tests.zoo.language_models import cross_entropy as loss_fn
 from tests.zoo.layers import FeedForward, FromFunction, GatedMLP, Residual
@@ -134,18 +135,10 @@ def test_gradients_of_a_plan_with_both(case: tuple[nn.Module, torch.Tensor]) -> 
     assert plan.discarded
     assert plan.gradients == "close"
 
-    def gradients() -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        loss_fn(model, batch).backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    expected = gradients()
+    expected = step(model, batch, loss_fn)
     with sacplan.apply(model, plan) as handle:
-        for _ in range(2):
-            found = gradients()
-            assert found.keys() == expected.keys()
-            for name, value in expected.items():  # a product of fewer rows may run in another kernel
-                assert (found[name] - value).norm() <= 2e-6 * value.norm(), name
+        for _ in range(2):  # a product of fewer rows may run in another kernel
+            close(step(model, batch, loss_fn), expected, near=("",), rtol=2e-6)
         assert not handle.differences
 
 
@@ -268,13 +261,7 @@ def test_a_handle_on_a_module_with_both_is_removed() -> None:
     replica = model.layers[0]._replicate_for_data_parallel()
     assert replica.forward.module is replica.forward.replaced.module is replica
 
-    def gradients(net: nn.Module) -> list[torch.Tensor]:
-        net.zero_grad()
-        under_autocast(net, batch).backward()
-        return [p.grad for p in net.parameters()]  # type: ignore[misc]
-
-    planned = gradients(model)
-    assert all(torch.equal(a, b) for a, b in zip(gradients(twin), planned, strict=True))
+    assert bit_equal(*(grads_of(net, batch, under_autocast) for net in (model, twin)))
     handle.remove()
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
     sacplan.apply(model, plan).remove()

@@ -15,7 +15,7 @@ from torch import nn
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from sacplan.core.decisions import Chunk
-from tests.support.steps import mean_square
+from tests.support.steps import grads_of, mean_square
 from tests.zoo.layers import FromFunction, Residual, Uneven
 
 
@@ -122,12 +122,8 @@ def test_a_gradient_that_is_handed_on_in_the_module_and_beside_it_is_refused(nam
 def test_gradients_are_those_of_the_plain_step() -> None:
     torch.manual_seed(0)
     model, x = Uneven().double(), torch.randn(4, 64, 32, dtype=torch.float64)
-    mean_square(model, x).backward()
-    plain = [p.grad for p in model.parameters()]
-    model.zero_grad()
+    plain = grads_of(model, x, mean_square)
     profile = sacplan.profile(model, x, mean_square, device="cpu")
     chunks = [Chunk("layers.4", "rest", 16, 1), Chunk("layers.3", "module", 8, 1)]
     with sacplan.apply(model, plan_with(profile, chunks)):
-        mean_square(model, x).backward()
-    for p, expected in zip(model.parameters(), plain, strict=True):
-        torch.testing.assert_close(p.grad, expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(grads_of(model, x, mean_square), plain, rtol=1e-12, atol=1e-14)

@@ -19,6 +19,7 @@ from sacplan.device.devices import torch_version
 from sacplan.device.kernels import fake_device
 from sacplan.device.op_kernels import Call
 from sacplan.errors import DeviceError
+from tests.device.test_kernels import saved_by
 from tests.support.ops import Ops, name_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -220,26 +221,22 @@ def test_weights_are_cast_once(op: str) -> None:
 
 def test_a_step_keeps_what_cuda_keeps() -> None:
     """linear, gelu, layer_norm and cross entropy: the norm's input in float32, the products' in bfloat16."""
-    saved: list[tuple[tuple[int, ...], torch.dtype]] = []
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        saved.append((tuple(t.shape), t.dtype))
-        return t
-
     with fake_device("h100"):
         first, norm, second = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 10)
         x = torch.randn(4, 8)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cuda", dtype=BF16):
-            loss = F.cross_entropy(second(norm(F.gelu(first(x)))), torch.zeros(4, dtype=torch.long))
+        with torch.autocast("cuda", dtype=BF16):
+            loss, saved = saved_by(
+                lambda: F.cross_entropy(second(norm(F.gelu(first(x)))), torch.zeros(4, dtype=torch.long))
+            )
         loss.backward()
         assert first.weight.grad is not None
         assert first.weight.grad.dtype == FP32
-    assert saved.count(((4, 8), BF16)) == 1  # the input of the first product, cast
-    assert saved.count(((4, 16), BF16)) == 2  # gelu's input, and the second product's
-    assert saved.count(((4, 16), FP32)) == 1  # layer norm's
+    assert saved[(4, 8), BF16] == 1  # the input of the first product, cast
+    assert saved[(4, 16), BF16] == 2  # gelu's input, and the second product's
+    assert saved[(4, 16), FP32] == 1  # layer norm's
     # cross_entropy_loss asks log_softmax for its input's type, and nll_loss is on the float32 list: two copies.
-    assert saved.count(((4, 10), BF16)) == 1
-    assert saved.count(((4, 10), FP32)) == 1
+    assert saved[(4, 10), BF16] == 1
+    assert saved[(4, 10), FP32] == 1
 
 
 # ------------------------------------------------------------------------------------- nothing is left

@@ -19,7 +19,8 @@ from sacplan.core.decisions import Chunk, Offload
 from sacplan.planning.make import plan_by_hand
 from sacplan.techniques.offload.executor.parcels import Parcel
 from sacplan.techniques.registry import rewritten
-from tests.chunk.test_backward import gradients, loss_fn, make_case
+from tests.chunk.test_backward import loss_fn, make_case
+from tests.support.chunks import step
 from tests.support.slow_link import slow_link
 from tests.support.steps import bit_equal
 from tests.zoo.language_models import TokenModel
@@ -75,10 +76,10 @@ def test_bits_are_those_of_the_same_slices_without_copies() -> None:
     model, batch = make_case(LAYERS)
     kept = tuple(one for one in plan.decisions if not isinstance(one, Offload))
     with sacplan.apply(model, plan_by_hand(profile, kept, "by hand")):
-        expected = gradients(model, batch)
+        expected = step(model, batch, loss_fn)
     with sacplan.apply(model, plan) as handle:
         for _ in range(3):
-            found = gradients(model, batch)
+            found = step(model, batch, loss_fn)
             assert found.keys() == expected.keys()
             assert bit_equal(list(expected.values()), list(found.values()))
         assert not handle.differences
@@ -114,12 +115,12 @@ def test_exceptions_in_the_middle_leave_nothing_behind(
     _, plan = of_all_three()
     model, batch = make_case(LAYERS)
     with sacplan.apply(model, plan), slow_link() as link:
-        expected = gradients(model, batch)
+        expected = step(model, batch, loss_fn)
         failed = copied = 0
         for _ in Failing(model, backward):
             before = len(parcels)
             with contextlib.suppress(KeyError):  # a module whose output needs no gradient fails in neither
-                gradients(model, batch)
+                step(model, batch, loss_fn)
                 failed -= 1
             failed, copied = failed + 1, copied + (len(parcels) > before)
             model.zero_grad()
@@ -128,7 +129,7 @@ def test_exceptions_in_the_middle_leave_nothing_behind(
             assert not any(ref() for ref in parcels)
         assert failed > 5
         assert copied > 5
-        found = gradients(model, batch)
+        found = step(model, batch, loss_fn)
         assert bit_equal(list(expected.values()), list(found.values()))
     assert not link.broken
 
