@@ -168,13 +168,9 @@ def test_cuda_without_one_suggests_naming_it() -> None:
 def test_the_gpu_that_is_here(
     monkeypatch: pytest.MonkeyPatch, board: str, capability: tuple[int, int], row: str | None
 ) -> None:
-    props = SimpleNamespace(
-        name=board,
-        major=capability[0],
-        minor=capability[1],
-        total_memory=123 * 2**30,
-        multi_processor_count=77,
-    )
+    major, minor = capability
+    sizes = {"total_memory": 123 * 2**30, "multi_processor_count": 77}
+    props = SimpleNamespace(name=board, major=major, minor=minor, **sizes)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: props)

@@ -18,10 +18,22 @@ from tests.support.on_host import MINIMAL, OnHost, optimizer_bytes
 from tests.support.slow_link import slow_link
 from tests.support.steps import bit_equal, mean_square, peaks_of_steps
 from tests.zoo.language_models import TokenModel
-from tests.zoo.layers import FeedForward
 
 OPTIMIZER = "adamw-offload-gradients"
 TOKENS = torch.arange(64).reshape(2, 32) % 64
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Conv1d(width, width, 3, padding=1, groups=1)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.mix(self.norm(x).mT).mT
+        out: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return out
 
 
 class Net(TokenModel):
@@ -29,7 +41,7 @@ class Net(TokenModel):
 
     def __init__(self) -> None:
         torch.manual_seed(0)
-        super().__init__([FeedForward(64, dropout=0.0) for _ in range(4)], 64, 64)
+        super().__init__([Block(64) for _ in range(4)], 64, 64)
         self.layers[1].requires_grad_(False)
 
 

@@ -88,30 +88,21 @@ _PAIR = (torch.randn(128, 64), torch.randn(128, 16))
 _CHAIN = nn.Sequential(*(_network(64, 64) for _ in range(3)))
 
 
+def _of_chain(model: Any) -> Optimizers:
+    return [SharpnessAware(model.parameters(), lr=0.1, momentum=0.9)]
+
+
+CASES: dict[str, Any] = {
+    "gan": (_GAN, _PAIR, _gan(0), _of_gan, 0.1),
+    "gradient penalty": (_GAN, _PAIR, _gan(10), _of_gan, 0),
+    "sharpness-aware": (_CHAIN, torch.randn(128, 64), _sharpness_aware, _of_chain, 0.1),
+}
+
+
 @pytest.mark.parametrize("trace", slow_after(1, ["fake", "real"]))
-@pytest.mark.parametrize(
-    ("model", "batch", "step", "over", "least"),
-    [
-        (_GAN, _PAIR, _gan(0), _of_gan, 0.1),
-        (_GAN, _PAIR, _gan(10), _of_gan, 0),
-        (
-            _CHAIN,
-            torch.randn(128, 64),
-            _sharpness_aware,
-            lambda model: [SharpnessAware(model.parameters(), lr=0.1, momentum=0.9)],
-            0.1,
-        ),
-    ],
-    ids=["gan", "gradient penalty", "sharpness-aware"],
-)
-def test_planned_to_the_byte(
-    model: nn.Module,
-    batch: Any,
-    step: Any,
-    over: Callable[[nn.Module], Optimizers],
-    least: float,
-    trace: Any,
-) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_planned_to_the_byte(name: str, trace: Any) -> None:
+    model, batch, step, over, least = CASES[name]
     profile = sacplan.profile(model, batch, step, over(model), device="cpu", trace=trace)
     unplanned, plan = sacplan.plan(profile, "100%"), sacplan.plan(profile, "smallest")
     assert plan.peak_bytes <= (1 - least) * profile.peak_bytes

@@ -112,35 +112,27 @@ def test_only_a_step_that_leaves_something_behind_is_recorded_again(monkeypatch:
     record, runs = module._record, []
     monkeypatch.setattr(module, "_record", lambda *args: runs.append(1) or record(*args))
 
-    class Counts(nn.Linear):
-        def __init__(self, step: int) -> None:
-            super().__init__(DIM, DIM)
-            self.calls, self.step = 0, step
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += self.step
-            return super().forward(x).sin()
+    def counts(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        self.calls += self.step
+        return self.inner(x).sin()
 
     for step, expected in ((0, 1), (1, 2)):
         runs.clear()
-        sacplan.profile(Counts(step), torch.ones(2, DIM), loss_of, device="cpu")
+        model = FromFunction(counts, inner=nn.Linear(DIM, DIM), calls=0, step=step)
+        sacplan.profile(model, torch.ones(2, DIM), loss_of, device="cpu")
         assert len(runs) == expected
 
 
 def test_steps_that_never_settle_are_said() -> None:
-    class Grows(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(DIM, DIM)
-            self.calls = 0
+    def grows(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for _ in range(self.calls):
+            x = self.inner(x).sin()
+        return x
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            for _ in range(self.calls):
-                x = super().forward(x).sin()
-            return x
-
+    model = FromFunction(grows, inner=nn.Linear(DIM, DIM), calls=0)
     with pytest.warns(sacplan.SacplanWarning, match="ran other ops than the one before"):
-        sacplan.profile(Grows(), torch.ones(2, DIM), loss_of, device="cpu")
+        sacplan.profile(model, torch.ones(2, DIM), loss_of, device="cpu")
 
 
 # --- budgets ----------------------------------------------------------------------------------------------
