@@ -64,21 +64,18 @@ def by_token(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (losses * mask).sum() / mask.sum()
 
 
-def distilled(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def target(x: torch.Tensor) -> torch.Tensor:
     torch.manual_seed(9)
-    teacher = torch.randn(*x.shape, VOCAB)
-    student = F.log_softmax(model(x) / 2, -1)
-    return F.kl_div(student, F.log_softmax(teacher / 2, -1), log_target=True, reduction="batchmean")
+    return torch.randn(*x.shape, VOCAB)
 
 
-def squared(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    torch.manual_seed(9)
-    return F.mse_loss(model(x), torch.randn(*x.shape, VOCAB))
+def against_a_teacher(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    student, teacher = F.log_softmax(model(x) / 2, -1), F.log_softmax(target(x) / 2, -1)
+    return F.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
 
 def smooth(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    torch.manual_seed(9)
-    return F.smooth_l1_loss(model(x), torch.randn(*x.shape, VOCAB))
+    return F.smooth_l1_loss(model(x), target(x))
 
 
 def soft_capped(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -101,8 +98,8 @@ LOSSES: dict[str, Loss] = {
     "sum": lambda m, x: shifted(m, x, reduction="sum"),
     "z-loss": with_z_loss,
     "by token": by_token,
-    "distilled": distilled,
-    "squared": squared,
+    "distilled": against_a_teacher,
+    "squared": lambda m, x: F.mse_loss(m(x), target(x)),
     "mean square": mean_square,
     "soft-capped": soft_capped,
 }

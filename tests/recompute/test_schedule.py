@@ -166,26 +166,15 @@ def test_a_call_that_does_something_else_is_planned_as_if_it_were_the_first() ->
         assert same_bits(step(model, x), step(planned, x))
 
 
-class FillsACache(nn.Module):
+def fills_a_cache(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
     """Makes a table in its first call, between two ops of every call, or behind a custom function."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.linear, self.where = nn.Linear(DIM, DIM), where
-        self.table: torch.Tensor | None = None
-
-    def look_up(self) -> torch.Tensor:
-        if self.table is None:
-            self.table = torch.arange(DIM).mul(0.1).cos()
-        return self.table
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        self.made = weakref.ref(y.untyped_storage())
-        if self.where == "between two ops":
-            table = self.look_up()
-            return y.sin() * table
-        return Square.apply(y) * self.look_up()  # type: ignore[no-untyped-call]
+    y = self.linear(x)
+    self.made = weakref.ref(y.untyped_storage())
+    if self.behind:
+        y = Square.apply(y)  # type: ignore[no-untyped-call]
+    if self.table is None:
+        self.table = torch.arange(DIM).mul(0.1).cos()
+    return (y if self.behind else y.sin()) * self.table
 
 
 class Square(torch.autograd.Function):
@@ -203,11 +192,11 @@ class Square(torch.autograd.Function):
 
 
 @pytest.mark.filterwarnings("ignore:the step is not the one")
-@pytest.mark.parametrize("where", ["between two ops", "behind a custom function"])
-def test_a_cache_that_the_first_call_fills_keeps_nothing_in_later_ones(where: str) -> None:
+@pytest.mark.parametrize("behind", [False, True], ids=["between two ops", "behind a custom function"])
+def test_a_cache_that_the_first_call_fills_keeps_nothing_in_later_ones(behind: bool) -> None:
     """Autograd saves an input before the op runs: in the first call, before the ops that make the cache."""
     torch.manual_seed(0)
-    model = Outer(FillsACache(where))
+    model = Outer(FromFunction(fills_a_cache, linear=nn.Linear(DIM, DIM), behind=behind, table=None))
     profile = sacplan.profile(copy.deepcopy(model), batch(), device="cpu", trace="fake")
     sacplan.apply(model, plan_of(profile, {"units.0": [("aten.addmm.default", 0)]}))
     kept = []
