@@ -211,40 +211,32 @@ def test_copies_and_removal(planned: tuple[nn.Module, sacplan.Plan]) -> None:
     assert_close(outputs(model, x), expected)
 
 
-class Peeking(nn.Module):
+def peeking(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
     """Attention whose scores somebody may look at, or write to what it reads, in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = EagerAttention(32, 4)
-        self.mode = "plain"
-        self.seen: Any = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + 1
-        scores = torch.softmax(x @ x.transpose(-1, -2), -1)
-        if self.mode == "item":
-            self.seen = scores.sum().item()
-        elif self.mode == "keep":
-            self.seen = scores
-        elif self.mode == "write":
-            x.mul_(2)
-        elif self.mode == "return":
-            return scores
-        elif self.mode == "raise":
-            raise ValueError("in the middle")
-        elif self.mode == "numpy":
-            self.seen = scores.clone().numpy()
-        elif self.mode == "memory":  # which no op reads, and of two versions
-            before = scores.tolist()
-            self.seen = torch.tensor([before, scores.mul_(2).tolist()])
-        y = scores @ x
-        return torch.relu(y) + 1
+    x = x + 1
+    scores = torch.softmax(x @ x.transpose(-1, -2), -1)
+    if self.mode == "item":
+        self.seen = scores.sum().item()
+    elif self.mode == "keep":
+        self.seen = scores
+    elif self.mode == "write":
+        x.mul_(2)
+    elif self.mode == "return":
+        return scores
+    elif self.mode == "raise":
+        raise ValueError("in the middle")
+    elif self.mode == "numpy":
+        self.seen = scores.clone().numpy()
+    elif self.mode == "memory":  # which no op reads, and of two versions
+        before = scores.tolist()
+        self.seen = torch.tensor([before, scores.mul_(2).tolist()])
+    y = scores @ x
+    return torch.relu(y) + 1
 
 
 @pytest.mark.parametrize("mode", ["item", "keep", "write", "return", "numpy", "memory"])
 def test_a_step_that_differs_is_right_and_is_told(mode: str) -> None:
-    model, x = Peeking(), torch.randn(1, 64, 32)
+    model, x = FromFunction(peeking, mode="plain", seen=None), torch.randn(1, 64, 32)
     profile = profile_of(model, x)
     plan = sacplan.plan(profile, "smallest")
     assert plan.peak_bytes - base_of(profile) < 0.6 * (profile.peak_bytes - base_of(profile))
@@ -266,7 +258,7 @@ def test_a_step_that_differs_is_right_and_is_told(mode: str) -> None:
 
 
 def test_an_error_in_the_middle_leaves_nothing_behind() -> None:
-    model, x = Peeking(), torch.randn(1, 64, 32)
+    model, x = FromFunction(peeking, mode="plain", seen=None), torch.randn(1, 64, 32)
     plan = sacplan.plan(profile_of(model, x), "smallest")
     expected = outputs(model, x)
     with sacplan.apply(model, plan) as handle:

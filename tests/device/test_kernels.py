@@ -55,26 +55,6 @@ def qkv(
 # --------------------------------------------------------------------------------------- which backend
 
 
-@pytest.mark.parametrize(
-    ("device", "version", "promoted"),
-    [
-        ("h100", (2, 8), False),
-        ("h100", (2, 9), True),
-        ("h100", (2, 10), False),
-        ("h100", (2, 11), True),
-        ("h100", (2, 13), True),
-        ("h200", (2, 15), True),
-        ("b200", (2, 13), True),
-        ("a100-80gb", (2, 13), False),
-        ("l4", (2, 13), False),
-        ("rtx-5090", (2, 15), False),
-        ("mi300x", (2, 13), False),
-    ],
-)
-def test_cudnn_promotion(device: str, version: tuple[int, int], promoted: bool) -> None:
-    assert cudnn_promoted(resolve_device(device), version) is promoted
-
-
 BACKENDS = json.loads(Path(__file__).with_name("attention_backends.json").read_text(encoding="utf-8"))
 
 

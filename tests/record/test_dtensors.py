@@ -149,10 +149,7 @@ def test_a_subclass_with_a_dispatch_of_its_own(mesh: Any, trace: Any) -> None:
         pytest.skip(f"this torch dispatches a subclass as a DTensor: {error}")
 
     plain = sacplan.profile(mlp(), x, loss_fn, torch.optim.SGD, "cpu", trace=trace)
-    found = sacplan.profile(
-        model, x, loss_fn,
-        torch.optim.SGD, "cpu", trace=trace,
-    )  # fmt: skip
+    found = sacplan.profile(model, x, loss_fn, torch.optim.SGD, "cpu", trace=trace)
     assert _ops(found.recorded) == _ops(plain.recorded)
     assert found.peak_bytes == plain.peak_bytes
 

@@ -21,22 +21,19 @@ from tests.zoo.layers import FromFunction
 pytestmark = pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
 
 
-class Observed(nn.Module):
+def _observing(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+    low, high = x.detach().min(), x.detach().max()
+    if self.low.min() > -1.1e-5 and self.high.max() < 1.1e-5:
+        self.low, self.high = self.low + low, self.high + high
+        return self.linear(x)
+    self.low, self.high = self.low * 0.9 + low * 0.1, self.high * 0.9 + high * 0.1
+    return self.linear(x).sigmoid() * self.high
+
+
+def observed() -> nn.Module:
     """A layer that keeps the range of what it sees, and asks in each call whether it has one already."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("low", torch.full((1,), -1e-5))
-        self.register_buffer("high", torch.full((1,), 1e-5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        low, high = x.detach().min(), x.detach().max()
-        if self.low.min() > -1.1e-5 and self.high.max() < 1.1e-5:
-            self.low, self.high = self.low + low, self.high + high
-            return self.linear(x)
-        self.low, self.high = self.low * 0.9 + low * 0.1, self.high * 0.9 + high * 0.1
-        return self.linear(x).sigmoid() * self.high
+    low, high = torch.full((1,), -1e-5), torch.full((1,), 1e-5)
+    return FromFunction(_observing, linear=nn.Linear(8, 8), low=low, high=high)
 
 
 def _ops(profile: sacplan.Profile) -> list[str]:
@@ -47,7 +44,7 @@ def _ops(profile: sacplan.Profile) -> list[str]:
 def test_a_running_statistic_is_not_the_initial_one(calls: int) -> None:
     """With two calls, a step sets its range and asks for it again."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(*[Observed()] * calls), torch.randn(4, 8)
+    model, x = nn.Sequential(*[observed()] * calls), torch.randn(4, 8)
     fake, real = (sacplan.profile(model, x, device="cpu", trace=trace) for trace in ("fake", "real"))
     assert "aten.sigmoid.default" in _ops(real)
     assert _ops(fake) == _ops(real)
@@ -58,7 +55,7 @@ def test_a_running_statistic_is_not_the_initial_one(calls: int) -> None:
 
 def test_on_the_meta_device_too() -> None:
     with torch.device("meta"):
-        model = Observed()
+        model = observed()
     assert "aten.sigmoid.default" in _ops(sacplan.profile(model, torch.randn(4, 8), device="cpu"))
 
 

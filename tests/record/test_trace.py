@@ -269,13 +269,12 @@ class Varied(nn.Module):
         return x
 
 
+@pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
 @pytest.mark.parametrize(("device", "optimizer"), [("cpu", torch.optim.AdamW), ("h100", None)])
 def test_ops_that_are_looked_up_give_the_recording_that_they_give_without(device, optimizer, monkeypatch):
     def profile():
         torch.manual_seed(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SacplanWarning)
-            return sacplan.profile(Varied(), torch.rand(8, 16), device=device, optimizer=optimizer)
+        return sacplan.profile(Varied(), torch.rand(8, 16), device=device, optimizer=optimizer)
 
     quick = profile()
     again = profile()  # its outputs are those that the first one has seen
@@ -301,9 +300,7 @@ class Kernels(nn.Module):
 
 def recorded_kernels(device):
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SacplanWarning)
-        return sacplan.profile(Kernels(), torch.rand(2, 4, 8, 8), device=device).program
+    return sacplan.profile(Kernels(), torch.rand(2, 4, 8, 8), device=device).program
 
 
 @functools.cache
@@ -348,6 +345,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
 @pytest.mark.parametrize(
     ("setting", "device"),
     slow_after(

@@ -191,14 +191,14 @@ def test_calls_of_a_unit_that_run_a_module_once_and_twice_are_both_as_recorded()
     "name",
     ["gpt2", "llama", "bert", "t5", "bart", "albert", "mixtral", "vit", "swin", "xlnet"],
 )
+@pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
 def test_a_smaller_last_batch_needs_no_more_memory(name: str) -> None:
     model, batch, loss_fn = hf_models.build(name, "small", device="cpu")
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
     smallest = sacplan.plan(profile, "smallest")
     middle = (smallest.peak_bytes + profile.peak_bytes) // 2
     for plan in (smallest, sacplan.plan(profile, f"{middle}B")):
-        with warnings.catch_warnings(), sacplan.apply(model, plan):
-            warnings.simplefilter("ignore", sacplan.SacplanWarning)
+        with sacplan.apply(model, plan):
             smaller = {key: value[:-1] for key, value in batch.items()}
             full, last = (real_step(model, b, loss_fn).peak_bytes for b in (batch, smaller))
         assert last <= full <= plan.peak_bytes
@@ -280,12 +280,12 @@ def _without_rope(model: nn.Module) -> None:
         block.rope.cos = None
 
 
+@pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
 @pytest.mark.parametrize("change", [_nothing, _without_rope])
 def test_a_cache_that_is_emptied_again_costs_what_it_takes(change: Callable[[nn.Module], None]) -> None:
     model = padded(share=False)
     plan = sacplan.plan(sacplan.profile(model, ids(), loss_of, device="cpu"), "50%")
-    with warnings.catch_warnings(), sacplan.apply(model, plan):
-        warnings.simplefilter("ignore", sacplan.SacplanWarning)
+    with sacplan.apply(model, plan):
         for _ in range(2):
             loss_of(model, ids()).backward()
         change(model)
