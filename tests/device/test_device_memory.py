@@ -16,6 +16,7 @@ from sacplan.core.program import Event, Phase, Program
 from sacplan.device.caching_allocator import MIB, CachingAllocator
 from sacplan.device.device_memory import device_memory, peaks_on
 from tests.support.slow import slow_after
+from tests.support.steps import total
 
 
 def mlp(width: int = 512) -> nn.Module:
@@ -24,9 +25,7 @@ def mlp(width: int = 512) -> nn.Module:
 
 @functools.cache
 def profiled(rows: int = 1024, optimizer: Any = None, device: str = "a100-80gb") -> sacplan.Profile:
-    return sacplan.profile(
-        mlp(), torch.randn(rows, 512), lambda m, x: m(x).sum(), optimizer=optimizer, device=device
-    )
+    return sacplan.profile(mlp(), torch.randn(rows, 512), total, optimizer, device)
 
 
 def peak_of_later_steps(program: Program) -> int:
@@ -139,13 +138,8 @@ def test_a_plan_has_the_figures_and_a_cpu_has_none(tmp_path: Any) -> None:
 def test_buffers_of_fully_shard_have_pools_of_their_own() -> None:
     """The buffer of an all-gather cannot take over a block of computation, nor the other way round."""
     model = nn.Sequential(*(mlp(1024) for _ in range(3)))
-    profile = sacplan.profile(
-        model,
-        torch.randn(64, 1024),
-        lambda m, x: m(x).sum(),
-        device="h100",
-        ranks=sacplan.FSDP2(2, ["*", ""]),
-    )
+    ranks = sacplan.FSDP2(2, ["*", ""])
+    profile = sacplan.profile(model, torch.randn(64, 1024), total, device="h100", ranks=ranks)
     program = profile.program
     # What is gathered is copied into a buffer, the last tensor that the op is given.
     gathers = [op for op in program.ops if op.name == "fsdp.all_gather_copy_in.default"]

@@ -129,10 +129,7 @@ def test_an_orthogonal_weight(way: str) -> None:
     torch.manual_seed(0)
     layer = nn.utils.parametrizations.orthogonal(nn.Linear(32, 32), orthogonal_map=way)
     model, x = nn.Sequential(layer, nn.Tanh(), nn.Linear(32, 32)), torch.randn(8, 32)
-    fake, real = (
-        sacplan.profile(model, x, lambda m, x: m(x).square().mean(), device="cpu", trace=trace)
-        for trace in ("fake", "real")
-    )
-    measured = measured_step(Step(model, x, lambda m, x: m(x).square().mean(), None), [x])
+    fake, real = (sacplan.profile(model, x, loss_fn, device="cpu", trace=t) for t in ("fake", "real"))
+    measured = measured_step(Step(model, x, loss_fn, None), [x])
     assert real.peak_bytes == measured.peak_bytes
     assert fake.peak_bytes > real.peak_bytes if way == "matrix_exp" else fake.peak_bytes == real.peak_bytes

@@ -18,6 +18,7 @@ from torch.func import functional_call, grad, vmap
 import sacplan
 from sacplan.errors import TraceError
 from tests.support.slow import slow_after
+from tests.support.steps import assert_predicted, mean_square
 
 Optimizers = list[torch.optim.Optimizer]
 
@@ -168,8 +169,5 @@ def test_a_critic_outside_of_the_model_is_an_error_that_says_where_it_belongs() 
 
 def test_a_batch_that_wants_gradients() -> None:
     model, batch = _network(32, 32), torch.randn(64, 32, requires_grad=True)
-    plan = sacplan.plan(
-        sacplan.profile(model, batch, lambda m, x: m(x).square().mean(), device="cpu"), "100%"
-    )
-    seen = sacplan.verify(model, batch, plan, lambda m, x: m(x).square().mean(), run="real")
-    assert seen.peak_bytes == plan.peak_bytes
+    plan = sacplan.plan(sacplan.profile(model, batch, mean_square, device="cpu"), "100%")
+    assert_predicted(model, batch, plan, mean_square)
