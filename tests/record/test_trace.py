@@ -249,24 +249,21 @@ def test_a_module_may_convert_itself_in_the_step():
 # --- what makes a trace fast ------------------------------------------------------------------------
 
 
-class Varied(nn.Module):
+def _varied(self, x):
+    for i, layer in enumerate(self.layers):
+        a, b = layer(x).chunk(2, -1)
+        y = torch.cat([a * i, b * float(i), b.t().contiguous().t() * bool(i)], -1)[:, :16]
+        y = F.dropout(y, 0.1).mul_(2).add_(x)
+        top, where = y.topk(2)
+        x = y + top.sum(-1, keepdim=True) + y.gather(1, where).mean() + y[self.mask].sum()
+        x = self.norm(x).to(torch.float64).float()
+    return x
+
+
+def varied():
     """Views, in-place ops, several outputs, an index, a mask, a scalar of each type."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.norm = nn.BatchNorm1d(16)
-        self.register_buffer("mask", torch.arange(8) % 2 == 0)
-
-    def forward(self, x):
-        for i, layer in enumerate(self.layers):
-            a, b = layer(x).chunk(2, -1)
-            y = torch.cat([a * i, b * float(i), b.t().contiguous().t() * bool(i)], -1)[:, :16]
-            y = F.dropout(y, 0.1).mul_(2).add_(x)
-            top, where = y.topk(2)
-            x = y + top.sum(-1, keepdim=True) + y.gather(1, where).mean() + y[self.mask].sum()
-            x = self.norm(x).to(torch.float64).float()
-        return x
+    layers, mask = nn.ModuleList(nn.Linear(16, 16) for _ in range(3)), torch.arange(8) % 2 == 0
+    return FromFunction(_varied, layers=layers, norm=nn.BatchNorm1d(16), mask=mask)
 
 
 @pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
@@ -274,7 +271,7 @@ class Varied(nn.Module):
 def test_ops_that_are_looked_up_give_the_recording_that_they_give_without(device, optimizer, monkeypatch):
     def profile():
         torch.manual_seed(0)
-        return sacplan.profile(Varied(), torch.rand(8, 16), device=device, optimizer=optimizer)
+        return sacplan.profile(varied(), torch.rand(8, 16), device=device, optimizer=optimizer)
 
     quick = profile()
     again = profile()  # its outputs are those that the first one has seen
@@ -283,24 +280,20 @@ def test_ops_that_are_looked_up_give_the_recording_that_they_give_without(device
     assert quick.program == again.program == slow.program
 
 
-class Kernels(nn.Module):
+def _kernels(self, x):
     """Ops with more kernels than one: what they return beside their result is the kernel's choice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.lstm, self.linear = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
-
-    def forward(self, x):
-        x = F.max_pool2d(self.norm(self.conv(x)).relu(), 2).flatten(2).transpose(1, 2)
-        x = self.linear(F.layer_norm(self.lstm(x)[0], (8,)))
-        heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
-        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1).cumsum(2).logsumexp(-1)
+    x = F.max_pool2d(self.norm(self.conv(x)).relu(), 2).flatten(2).transpose(1, 2)
+    x = self.linear(F.layer_norm(self.lstm(x)[0], (8,)))
+    heads = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1).cumsum(2).logsumexp(-1)
 
 
 def recorded_kernels(device):
     torch.manual_seed(0)
-    return sacplan.profile(Kernels(), torch.rand(2, 4, 8, 8), device=device).program
+    conv, norm = nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8)
+    lstm, linear = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 8)
+    model = FromFunction(_kernels, conv=conv, norm=norm, lstm=lstm, linear=linear)
+    return sacplan.profile(model, torch.rand(2, 4, 8, 8), device=device).program
 
 
 @functools.cache
