@@ -67,11 +67,17 @@ def _table(size: int) -> torch.Tensor:
     return torch.arange(size * size, dtype=torch.float32).view(size, size)
 
 
-def _scaled(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+class _Scaled(nn.Module):
     """Uses numbers, constants and a cached table, as attention with positions does."""
-    x = self.inner(x + _table(32)) / math.sqrt(32)
-    x = x[:, [3]] + x[:, [5]]
-    return _Tripled.apply(x.exp().clone().mul_(2.5) * 3.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x + _table(32)) / math.sqrt(32)
+        x = x[:, [3]] + x[:, [5]]
+        return _Tripled.apply(x.exp().clone().mul_(2.5) * 3.0)
 
 
 class _Tripled(torch.autograd.Function):
@@ -92,7 +98,7 @@ class _Tripled(torch.autograd.Function):
 @pytest.mark.parametrize("cached", [False, True], ids=["cold", "warm"])
 def test_numbers_constants_and_cached_tables_count_as_long_as_they_live(trace: str, cached: bool) -> None:
     torch.manual_seed(0)
-    model, batch = FromFunction(_scaled, inner=nn.Linear(32, 32)), torch.randn(32, 32)
+    model, batch = _Scaled(), torch.randn(32, 32)
 
     profile = sacplan.profile(model, batch, loss_fn, device="cpu", trace=trace)
     step = Step(model, batch, loss_fn, None)
