@@ -23,9 +23,7 @@ from benchmarks.op_metadata import (
 )
 from sacplan.device.kernels import fake_device
 from sacplan.device.layouts import quick_kernels
-from sacplan.record.step import default_loss
 from sacplan.torch_compat.fake_kernels import elementwise_ops, is_structured, run_in_cpp, torchs_own_fake
-from tests.support.steps import assert_carried_out
 from tests.zoo.convnets import BasicBlock, Depthwise, Inverted
 from tests.zoo.layers import FromFunction
 
@@ -266,10 +264,14 @@ def test_steps_are_predicted_as_measured(name: str) -> None:
     make, shape, loss_fn = STEPS[name]
     model, batch = make(), torch.rand(shape)
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
-    assert profile.peak_bytes == real_step(model, batch, loss_fn).peak_bytes
+    plain = real_step(model, batch, loss_fn)
+    assert profile.peak_bytes == plain.peak_bytes
     assert profile.peak_bytes == sacplan.profile(model, batch, loss_fn, device="cpu", trace="real").peak_bytes
     smallest = sacplan.plan(profile, "smallest")
     assert name != "losses inside" or any("mse_loss" in one.op for one in smallest.decisions)
     middle = (smallest.peak_bytes + profile.peak_bytes) // 2
     for plan in (smallest, sacplan.plan(profile, f"{middle}B")):
-        assert_carried_out(model, batch, plan, loss_fn or default_loss)
+        planned = real_step(model, batch, loss_fn, plan=plan)
+        assert plan.peak_bytes == planned.peak_bytes
+        assert planned.same_bits(plain)
+        assert sacplan.verify(model, batch, plan, loss_fn, run="fake").peak_bytes == plan.peak_bytes
