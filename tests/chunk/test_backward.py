@@ -20,6 +20,8 @@ from sacplan.techniques.chunk.entries import backward_chunks
 from sacplan.techniques.chunk.executor.install import InstalledChunks
 from sacplan.techniques.registry import rewritten
 from tests.chunk.test_module_plans import assert_is_the_fake_step
+from tests.support.chunks import step
+from tests.support.steps import assert_predicted
 from tests.zoo.language_models import TokenModel
 from tests.zoo.language_models import cross_entropy as loss_fn
 
@@ -75,12 +77,6 @@ def planned(profile: sacplan.Profile) -> sacplan.Plan:
     return plan_by_hand(profile, with_recomputation(profile), "by hand")
 
 
-def gradients(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss_fn(model, batch).backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 @pytest.mark.parametrize("device", ["cpu", "h100"])
 def test_the_rewritten_step_is_the_fake_one(device: str) -> None:
     assert plan_by_hand(profile_on(device), NORMS, "by hand").peak_bytes < profile_on(device).peak_bytes
@@ -94,19 +90,16 @@ def test_what_a_norm_returns_is_recomputed() -> None:
     assert "aten.mul.Tensor" in {site.op for site in plan.discarded["layers.1"] if site.place == "norm1"}
     ops_kept = rewritten(profile.program, NORMS, profile.spec).footprint
     assert plan.peak_bytes < ops_kept.peak_bytes
-    for run in ("fake", "real"):
-        seen = sacplan.verify(model, batch, plan, loss_fn, run=run)  # type: ignore[arg-type]
-        assert seen.peak_bytes == plan.peak_bytes
-        assert not seen.differences
+    assert_predicted(model, batch, plan, loss_fn)
 
 
 def test_gradients_are_the_same_bits_but_for_the_weights_of_norms() -> None:
     model, batch = make_case()
-    expected = gradients(model, batch)
-    truth = gradients(copy.deepcopy(model).double(), batch)
+    expected = step(model, batch, loss_fn)
+    truth = step(copy.deepcopy(model).double(), batch, loss_fn)
     with sacplan.apply(model, planned(profile_on("cpu"))) as handle:
         for _ in range(2):
-            found = gradients(model, batch)
+            found = step(model, batch, loss_fn)
         assert not handle.differences
     errors: list[float] = []
     for name, value in expected.items():

@@ -13,6 +13,7 @@ from sacplan.core.decisions import Chunk
 from sacplan.record.step import Step
 from sacplan.running.measure import measured_step
 from tests.support.chunks import allocations
+from tests.support.steps import assert_predicted
 from tests.support.steps import mean_square as loss
 from tests.zoo.language_models import LM, tokens
 from tests.zoo.layers import FromFunction
@@ -55,13 +56,11 @@ def test_half_precision_gradients_are_added_in_float32_without_a_temporary_of_th
         sizes, _ = allocations(lambda: loss_fn(model, batch).backward())
     # Gradients of the embedding and of the head, and the sum in float32.
     assert (sizes.count(weight_bytes), sizes.count(2 * weight_bytes)) == (2, 1)
-    for run in ("fake", "real"):
-        assert sacplan.verify(model, batch, wide, loss_fn, run=run).peak_bytes == wide.peak_bytes  # type: ignore[arg-type]
+    assert_predicted(model, batch, wide, loss_fn)
 
 
-@pytest.mark.parametrize("n_slices", [64])
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_loss_that_is_read_before_the_backward_pass_is_computed_there(n_slices: int, reads: bool) -> None:
+def test_a_loss_that_is_read_before_the_backward_pass_is_computed_there(reads: bool) -> None:
     """Numbers that code reads take a loop of their own: the plan of a step that logs its loss is made for that one."""
     model, batch = LM(2, 32, 2, VOCAB, dropout=0.0).bfloat16(), tokens(4, 96, VOCAB)
 
@@ -72,7 +71,7 @@ def test_a_loss_that_is_read_before_the_backward_pass_is_computed_there(n_slices
         return loss
 
     profile = sacplan.profile(model, batch, loss_fn, device="cpu", trace="real")
-    plan = sacplan.policy("chunked-loss", slices=n_slices, profile=profile)
+    plan = sacplan.policy("chunked-loss", slices=64, profile=profile)
     handle = sacplan.apply(model, plan)
     step = Step(model, batch, loss_fn, None)
     measured_step(step, [batch])
@@ -87,11 +86,8 @@ def weighted_bce(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.binary_cross_entropy_with_logits(model(x), targets, pos_weight=torch.full((VOCAB,), 3.0))
 
 
-@pytest.mark.parametrize("slices", [4])
-def test_a_formula_that_is_sliced_in_part(model: LM, slices: int) -> None:
+def test_a_formula_that_is_sliced_in_part(model: LM) -> None:
     batch = tokens(2, 64, VOCAB)
     profile = sacplan.profile(model, batch, weighted_bce, device="cpu")
-    plan = sacplan.policy("chunked-loss", slices=slices, profile=profile)
-    for run in ("fake", "real"):
-        seen = sacplan.verify(model, batch, plan, weighted_bce, run=run)  # type: ignore[arg-type]
-        assert seen.peak_bytes == plan.peak_bytes
+    plan = sacplan.policy("chunked-loss", slices=4, profile=profile)
+    assert_predicted(model, batch, plan, weighted_bce)

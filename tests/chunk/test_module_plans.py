@@ -23,8 +23,9 @@ from sacplan.techniques.chunk.chunk_entry import CannotChunk
 from sacplan.techniques.chunk.entries import loss_chunks, module_chunks, offer_of
 from sacplan.techniques.chunk.rest import training_chunk
 from sacplan.techniques.registry import rewritten
+from tests.support.chunks import close, step
 from tests.support.plans import discarding
-from tests.support.steps import mean_square
+from tests.support.steps import assert_predicted, bit_equal, grads_of, mean_square
 from tests.zoo.language_models import TokenModel
 from tests.zoo.language_models import cross_entropy as loss_fn
 from tests.zoo.layers import FeedForward, FromFunction, GatedMLP, Residual
@@ -124,13 +125,7 @@ def test_slices_of_layers_reach_what_recomputation_and_the_loss_do_not(
     smallest = smallest_of_both()
     assert {chunk.span for chunk in smallest.chunks} >= {"module"}
     assert smallest.peak_bytes < 0.8 * alone.peak_bytes
-    plan = sacplan.plan(profile, f"{smallest.peak_bytes}B", techniques=BOTH)
-    assert plan.peak_bytes <= smallest.peak_bytes
-    for run in ("fake", "real"):
-        seen = sacplan.verify(model, batch, plan, loss_fn, run=run)  # type: ignore[arg-type]
-        assert seen.within_budget
-        assert not seen.differences
-        assert abs(seen.error) < 5e-3 if run == "real" else seen.peak_bytes == plan.peak_bytes
+    assert_predicted(model, batch, smallest, loss_fn)
 
 
 def test_gradients_of_a_plan_with_both(case: tuple[nn.Module, torch.Tensor]) -> None:
@@ -140,18 +135,10 @@ def test_gradients_of_a_plan_with_both(case: tuple[nn.Module, torch.Tensor]) -> 
     assert plan.discarded
     assert plan.gradients == "close"
 
-    def gradients() -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        loss_fn(model, batch).backward()
-        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    expected = gradients()
+    expected = step(model, batch, loss_fn)
     with sacplan.apply(model, plan) as handle:
-        for _ in range(2):
-            found = gradients()
-            assert found.keys() == expected.keys()
-            for name, value in expected.items():  # a product of fewer rows may run in another kernel
-                assert (found[name] - value).norm() <= 2e-6 * value.norm(), name
+        for _ in range(2):  # a product of fewer rows may run in another kernel
+            close(step(model, batch, loss_fn), expected, near=("",), rtol=2e-6)
         assert not handle.differences
 
 
@@ -184,8 +171,7 @@ def test_residual_layers_beside_each_other_under_autocast() -> None:
     model, batch, profile = of_residual_layers()
     # Of different numbers of slices, so each is rehearsed by itself: none is taken over from the other layer.
     plan = plan_with(profile, [Chunk("2", "module", 6, 1), Chunk("1", "module", 4, 1)])
-    for run in ("fake", "real"):
-        assert sacplan.verify(model, batch, plan, autocast_loss, run=run).peak_bytes == plan.peak_bytes  # type: ignore[arg-type]
+    assert_predicted(model, batch, plan, autocast_loss)
 
 
 def test_chunks_that_do_not_go_together_are_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,10 +236,7 @@ def test_a_layer_in_slices_that_discards_casts_takes_what_is_predicted(slices: i
     layers = [Chunk(f"layers.{i}", "module", slices, 1) for i in range(2)]
     for chunks in ([layers[0]], layers, [*layers, Chunk("head", "rest", 16, 1)]):
         plan = plan_of_both(profile, *chunks)
-        for run in ("fake", "real"):
-            seen = sacplan.verify(residual_net(), batch, plan, under_autocast, run=run)  # type: ignore[arg-type]
-            assert seen.peak_bytes == plan.peak_bytes
-            assert not seen.differences
+        assert_predicted(residual_net(), batch, plan, under_autocast)
 
 
 def test_layers_of_a_list_are_alike() -> None:
@@ -278,13 +261,7 @@ def test_a_handle_on_a_module_with_both_is_removed() -> None:
     replica = model.layers[0]._replicate_for_data_parallel()
     assert replica.forward.module is replica.forward.replaced.module is replica
 
-    def gradients(net: nn.Module) -> list[torch.Tensor]:
-        net.zero_grad()
-        under_autocast(net, batch).backward()
-        return [p.grad for p in net.parameters()]  # type: ignore[misc]
-
-    planned = gradients(model)
-    assert all(torch.equal(a, b) for a, b in zip(gradients(twin), planned, strict=True))
+    assert bit_equal(*(grads_of(net, batch, under_autocast) for net in (model, twin)))
     handle.remove()
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == before
     sacplan.apply(model, plan).remove()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -98,18 +97,6 @@ def test_autocast_around_the_forward_pass_only(model: LM, batch: torch.Tensor) -
     installed.remove()
 
 
-def test_scaled_gradients(model: LM, batch: torch.Tensor) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return scaler.scale(plain_loss(model, x))
-
-    plain = step(model, batch, loss_fn)
-    installed = InstalledChunks(model, [*CHUNKS, Chunk("head", "rest", 8, 1)])
-    close(step(model, batch, loss_fn), plain, near=(*NEAR, "head."))
-    installed.remove()
-
-
 @pytest.mark.parametrize(("accumulate", "times"), [("parameter", 4), ("float32", 1.1)])
 def test_half_precision_over_many_slices(accumulate: str, times: float) -> None:
     """Errors against float64, over those of the plain step in bfloat16."""
@@ -151,16 +138,6 @@ def test_parameters_are_put_back_after_an_error(model: LM, batch: torch.Tensor) 
     assert isinstance(model.head._parameters["weight"], nn.Parameter)
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_have_the_chunks_on_their_own_weights(model: LM, batch: torch.Tensor, how: str) -> None:
-    InstalledChunks(model, [*CHUNKS, Chunk("head", "rest", 8, 1)])
-    other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    got, expected = step(other, batch, plain_loss), step(model, batch, plain_loss)
-    assert other.head.forward.module is other.head
-    assert other.head.forward.tally.loops == 1
-    assert all(torch.equal(got[n], t) for n, t in expected.items())
-
-
 def test_a_replica_on_another_thread(model: LM, batch: torch.Tensor) -> None:
     """Its parameters are attributes that have a history."""
     InstalledChunks(model, [Chunk("head", "rest", 8, 1)])
@@ -198,11 +175,10 @@ def test_compiling_is_refused_by_name(model: LM, batch: torch.Tensor) -> None:
     assert isinstance(refusal.value, ChunkError)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_compiled_loss_runs_uncompiled(model: LM, batch: torch.Tensor, backend: str) -> None:
+def test_a_compiled_loss_runs_uncompiled(model: LM, batch: torch.Tensor) -> None:
     torch._dynamo.reset()
 
-    @torch.compile(backend=backend)
+    @torch.compile(backend="aot_eager")
     def loss_of(logits: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1), x.flatten())
 

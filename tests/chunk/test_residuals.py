@@ -15,7 +15,7 @@ from torch import nn
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from sacplan.core.decisions import Chunk
-from tests.support.steps import mean_square
+from tests.support.steps import grads_of, mean_square
 from tests.zoo.layers import FromFunction, Residual, Uneven
 
 
@@ -82,44 +82,36 @@ def around(
 HEADS = FromFunction(lambda self, x: self.up(x).view(4, 64, 2, 16), up=nn.Linear(32, 32))
 
 
-@pytest.mark.parametrize(
-    ("function", "module"),
-    [
-        pytest.param(lambda f, x: x - f(x), inner(lambda self, x: self.up(self.norm(x))), id="a difference"),
-        pytest.param(
-            lambda f, x: x + f(x).view_as(x), HEADS, id="a view of the sum's gradient, back and forth"
-        ),
-        pytest.param(
-            lambda f, x: x + f(x).view_as(x), inner(lambda self, x: self.up(x.flatten(0, 1))), id="rows"
-        ),
-        pytest.param(
-            lambda f, x: torch.cat([x, f(x)], 2), nn.Linear(32, 32), id="both are parts of one gradient"
-        ),
-        pytest.param(lambda f, x: torch.cat([x, f(x)]), nn.Linear(32, 32), id="beside each other"),
-        pytest.param(
-            lambda f, x: f(x).sin(), inner(lambda self, x: torch.cat([x, self.up(x)], 2)), id="parts inside"
-        ),
-    ],
-)
-def test_what_reads_the_input_beside_the_module(function: Any, module: nn.Module) -> None:
+BESIDE: dict[str, tuple[Any, nn.Module]] = {
+    "a difference": (lambda f, x: x - f(x), inner(lambda self, x: self.up(self.norm(x)))),
+    "a view of the sum's gradient, back and forth": (lambda f, x: x + f(x).view_as(x), HEADS),
+    "rows": (lambda f, x: x + f(x).view_as(x), inner(lambda self, x: self.up(x.flatten(0, 1)))),
+    "both are parts of one gradient": (lambda f, x: torch.cat([x, f(x)], 2), nn.Linear(32, 32)),
+    "beside each other": (lambda f, x: torch.cat([x, f(x)]), nn.Linear(32, 32)),
+    "parts inside": (lambda f, x: f(x).sin(), inner(lambda self, x: torch.cat([x, self.up(x)], 2))),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_reads_the_input_beside_the_module(name: str) -> None:
     torch.manual_seed(0)
-    check(around(function, module), torch.randn(4, 64, 32), [Chunk("1.inner", "rest", 16, 1)])
+    check(around(*BESIDE[name]), torch.randn(4, 64, 32), [Chunk("1.inner", "rest", 16, 1)])
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(lambda self, x: x + self.up(x).sin(), id="a sum"),
-        pytest.param(lambda self, x: x - self.p, id="with a parameter"),
-        pytest.param(lambda self, x: x.view(4, 64, 2, 16) - self.p[:16], id="a view"),
-        pytest.param(lambda self, x: (x.transpose(0, 1) - self.p).transpose(0, 1), id="another order"),
-        pytest.param(lambda self, x: torch.cat([x, self.up(x)], 2)[..., 32:], id="a part"),
-    ],
-)
-def test_a_gradient_that_is_handed_on_in_the_module_and_beside_it_is_refused(function: Any) -> None:
+HANDED_ON: dict[str, Callable[..., torch.Tensor]] = {
+    "a sum": lambda self, x: x + self.up(x).sin(),
+    "with a parameter": lambda self, x: x - self.p,
+    "a view": lambda self, x: x.view(4, 64, 2, 16) - self.p[:16],
+    "another order": lambda self, x: (x.transpose(0, 1) - self.p).transpose(0, 1),
+    "a part": lambda self, x: torch.cat([x, self.up(x)], 2)[..., 32:],
+}
+
+
+@pytest.mark.parametrize("name", HANDED_ON)
+def test_a_gradient_that_is_handed_on_in_the_module_and_beside_it_is_refused(name: str) -> None:
     """Both may be one tensor, or views of one: which is the module's cannot be told."""
     torch.manual_seed(0)
-    model = around(lambda f, x: x + f(x).reshape_as(x), inner(function))
+    model = around(lambda f, x: x + f(x).reshape_as(x), inner(HANDED_ON[name]))
     profile = sacplan.profile(model, torch.randn(4, 64, 32), mean_square, device="cpu")
     with pytest.raises(
         sacplan.errors.PlanError, match="hands a gradient on to its input as it is, and others read"
@@ -130,12 +122,8 @@ def test_a_gradient_that_is_handed_on_in_the_module_and_beside_it_is_refused(fun
 def test_gradients_are_those_of_the_plain_step() -> None:
     torch.manual_seed(0)
     model, x = Uneven().double(), torch.randn(4, 64, 32, dtype=torch.float64)
-    mean_square(model, x).backward()
-    plain = [p.grad for p in model.parameters()]
-    model.zero_grad()
+    plain = grads_of(model, x, mean_square)
     profile = sacplan.profile(model, x, mean_square, device="cpu")
     chunks = [Chunk("layers.4", "rest", 16, 1), Chunk("layers.3", "module", 8, 1)]
     with sacplan.apply(model, plan_with(profile, chunks)):
-        mean_square(model, x).backward()
-    for p, expected in zip(model.parameters(), plain, strict=True):
-        torch.testing.assert_close(p.grad, expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(grads_of(model, x, mean_square), plain, rtol=1e-12, atol=1e-14)

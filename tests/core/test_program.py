@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import sacplan
@@ -18,6 +17,7 @@ from sacplan.device.op_kernels import Call
 from sacplan.record.step import default_loss
 from sacplan.techniques.recompute.rewrite import discarded_ops, recompute
 from tests.support.ops import Ops
+from tests.support.steps import assert_predicted
 from tests.zoo import language_models as models
 from tests.zoo.layers import Then
 
@@ -184,9 +184,8 @@ def test_plans_for_inference() -> None:
     plan = sacplan.plan(profile, "100%")
     assert plan.status == "unplanned"
     assert plan.recompute_ms == 0
-    for run in ("fake", "real"):
-        seen = sacplan.verify(model, batch, plan, run=run)  # type: ignore[arg-type]
-        assert seen.peak_bytes == plan.peak_bytes == profile.peak_bytes
+    assert plan.peak_bytes == profile.peak_bytes
+    assert_predicted(model, batch, plan)
     with pytest.raises(sacplan.InfeasibleBudget, match="inference") as info:
         sacplan.plan(profile, "90%", techniques=("recompute",))
     assert info.value.smallest_feasible_bytes == profile.peak_bytes
@@ -199,8 +198,6 @@ def test_inference_takes_no_optimizer() -> None:
         sacplan.profile(model, batch, optimizer=torch.optim.AdamW, device="cpu", mode="inference")
     with pytest.raises(sacplan.errors.TraceError, match="unknown mode 'serve'"):
         sacplan.profile(model, batch, device="cpu", mode="serve")  # type: ignore[arg-type]
-    with torch.no_grad():
-        assert F.relu(torch.ones(1)).item() == 1
 
 
 # --- files ----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import stat
@@ -33,30 +32,6 @@ WRITERS: dict[str, Callable[[sacplan.Profile, Path], Any]] = {
     "report.html": lambda profile, path: sacplan.Report(profile).write(path),
     "memory.png": lambda profile, path: sacplan.Report(profile).save_figures(path.parent, formats="png"),
 }
-
-
-def _save_for_ever(plan: sacplan.Plan, path: Path) -> None:
-    while True:
-        plan.save(path)
-
-
-def test_readers_beside_a_writer_find_a_whole_plan(profile: sacplan.Profile, tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    plan = sacplan.plan(profile, 50)
-    plan.save(path)
-    writer = multiprocessing.get_context("fork").Process(
-        target=_save_for_ever, args=(plan, path), daemon=True
-    )
-    writer.start()
-    try:
-        written = set()
-        for _ in range(400):
-            assert sacplan.Plan.load(path) == plan
-            written.add(path.stat().st_ino)
-        assert len(written) > 1  # it was written meanwhile
-    finally:
-        writer.kill()
-        writer.join()
 
 
 @pytest.mark.slow

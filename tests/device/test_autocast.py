@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.autocast_mode import autocast as autocast_class
 
-import sacplan
-from sacplan.device.autocast import differing, policies
+from sacplan.device.autocast import policies
 from sacplan.device.devices import torch_version
-from sacplan.device.kernels import device_kernels, fake_device
+from sacplan.device.kernels import fake_device
 from sacplan.device.op_kernels import Call
 from sacplan.errors import DeviceError
+from tests.device.test_kernels import saved_by
 from tests.support.ops import Ops, name_of
-from tests.support.threads import at_once
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -84,39 +82,6 @@ def test_rms_norm_joined_the_list_in_2_12() -> None:
     assert policies((2, 12))["rms_norm"] == "fp32"
 
 
-VECTOR, MATRIX = (lambda: torch.randn(8)), (lambda: torch.randn(8, 8))
-IMAGE = lambda: torch.randn(2, 4, 8, 8)  # noqa: E731
-KEPT_LOWER: dict[str, Callable[[], torch.Tensor]] = {
-    "linear": lambda: F.linear(MATRIX(), MATRIX()),
-    "matmul": lambda: MATRIX() @ MATRIX(),
-    "addmm": lambda: torch.addmm(MATRIX(), MATRIX(), MATRIX()),
-    "bmm": lambda: torch.bmm(torch.randn(2, 3, 4), torch.randn(2, 4, 3)),
-    "baddbmm": lambda: torch.baddbmm(torch.randn(2, 3, 3), torch.randn(2, 3, 4), torch.randn(2, 4, 3)),
-    "conv1d": lambda: F.conv1d(torch.randn(2, 4, 8), torch.randn(4, 4, 3)),
-    "conv2d": lambda: F.conv2d(IMAGE(), torch.randn(4, 4, 3, 3)),
-    "conv_transpose2d": lambda: F.conv_transpose2d(IMAGE(), torch.randn(4, 4, 3, 3)),
-    "prelu": lambda: F.prelu(MATRIX(), torch.ones(1)),
-    "linalg_vecdot": lambda: torch.linalg.vecdot(MATRIX(), MATRIX()),
-    "sdpa": lambda: F.scaled_dot_product_attention(*(torch.randn(1, 2, 8, 8) for _ in range(3))),
-}
-KEPT_FP32: dict[str, Callable[[], torch.Tensor]] = {
-    "mse_loss": lambda: F.mse_loss(VECTOR().bfloat16(), VECTOR().bfloat16()),
-    "smooth_l1_loss": lambda: F.smooth_l1_loss(VECTOR().bfloat16(), VECTOR().bfloat16()),
-    "nll_loss": lambda: F.nll_loss(MATRIX().bfloat16(), torch.zeros(8, dtype=torch.long)),
-    "kl_div": lambda: F.kl_div(MATRIX().bfloat16(), MATRIX().bfloat16()),
-    "bce_with_logits": lambda: F.binary_cross_entropy_with_logits(MATRIX().bfloat16(), MATRIX().bfloat16()),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, BF16) for name in KEPT_LOWER), *((name, FP32) for name in KEPT_FP32)]
-)
-def test_where_torchs_own_kernel_is_kept_it_agrees(name: str, dtype: torch.dtype) -> None:
-    with torch.autocast("cpu", BF16):
-        assert (KEPT_LOWER | KEPT_FP32)[name]().dtype == dtype
-    assert not {"linear", "matmul", "conv2d", "mse_loss", "nll_loss"} & differing().keys()
-
-
 # ------------------------------------------------------------------------------------- what is cast
 
 HALF_IN = {
@@ -137,6 +102,12 @@ HALF_IN = {
     "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(8, dtype=torch.long)),
     "interpolate": lambda x: F.interpolate(x[None, None], scale_factor=2.0, mode="bilinear"),
     "addcmul with float32": lambda x: torch.addcmul(x, x, x.float()),
+    # Where torch's own kernel is kept it agrees.
+    "mse_loss": lambda x: F.mse_loss(x, x),
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x),
+    "nll_loss": lambda x: F.nll_loss(x, torch.zeros(8, dtype=torch.long)),
+    "kl_div": lambda x: F.kl_div(x, x),
+    "bce_with_logits": lambda x: F.binary_cross_entropy_with_logits(x, x),
 }
 STAYS_HALF = {
     "gelu": F.gelu,
@@ -155,6 +126,16 @@ GOES_LOW = {
     "lstm_cell": lambda x: nn.LSTMCell(8, 8)(x)[0],
     "gru_cell": lambda x: nn.GRUCell(8, 8)(x),
     "linear": lambda x: F.linear(x, x),
+    "matmul": lambda x: x @ x,
+    "addmm": lambda x: torch.addmm(x, x, x),
+    "bmm": lambda x: torch.bmm(x[None], x[None]),
+    "baddbmm": lambda x: torch.baddbmm(x[None], x[None], x[None]),
+    "conv1d": lambda x: F.conv1d(x[None], torch.randn(4, 8, 3)),
+    "conv2d": lambda x: F.conv2d(x[None, None], torch.randn(4, 1, 3, 3)),
+    "conv_transpose2d": lambda x: F.conv_transpose2d(x[None, None], torch.randn(1, 4, 3, 3)),
+    "prelu": lambda x: F.prelu(x, torch.ones(1)),
+    "linalg_vecdot": lambda x: torch.linalg.vecdot(x, x),
+    "sdpa": lambda x: F.scaled_dot_product_attention(*(x[None, None],) * 3),
     "convolution": lambda x: torch.convolution(
         x[None], torch.randn(4, 8, 3), None, [1], [0], [1], False, [0], 1
     ),
@@ -240,73 +221,25 @@ def test_weights_are_cast_once(op: str) -> None:
 
 def test_a_step_keeps_what_cuda_keeps() -> None:
     """linear, gelu, layer_norm and cross entropy: the norm's input in float32, the products' in bfloat16."""
-    saved: list[tuple[tuple[int, ...], torch.dtype]] = []
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        saved.append((tuple(t.shape), t.dtype))
-        return t
-
     with fake_device("h100"):
         first, norm, second = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 10)
         x = torch.randn(4, 8)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cuda", dtype=BF16):
-            loss = F.cross_entropy(second(norm(F.gelu(first(x)))), torch.zeros(4, dtype=torch.long))
+        with torch.autocast("cuda", dtype=BF16):
+            loss, saved = saved_by(
+                lambda: F.cross_entropy(second(norm(F.gelu(first(x)))), torch.zeros(4, dtype=torch.long))
+            )
         loss.backward()
         assert first.weight.grad is not None
         assert first.weight.grad.dtype == FP32
-    assert saved.count(((4, 8), BF16)) == 1  # the input of the first product, cast
-    assert saved.count(((4, 16), BF16)) == 2  # gelu's input, and the second product's
-    assert saved.count(((4, 16), FP32)) == 1  # layer norm's
+    assert saved[(4, 8), BF16] == 1  # the input of the first product, cast
+    assert saved[(4, 16), BF16] == 2  # gelu's input, and the second product's
+    assert saved[(4, 16), FP32] == 1  # layer norm's
     # cross_entropy_loss asks log_softmax for its input's type, and nll_loss is on the float32 list: two copies.
-    assert saved.count(((4, 10), BF16)) == 1
-    assert saved.count(((4, 10), FP32)) == 1
-
-
-@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
-def test_profile_of_a_loss_under_autocast(device_type: str) -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
-
-    def loss_fn(m: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device_type, dtype=BF16):
-            return F.cross_entropy(m(batch), torch.zeros(32, dtype=torch.long))
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        profile = sacplan.profile(model, torch.randn(32, 64), loss_fn=loss_fn, device="h100")
-    names = [op.name for op in profile.program.ops]
-    assert names.count("aten.native_layer_norm.default") == 1
-    # Two inputs, two weights and two biases down; the norm's input and the log-probabilities up.
-    forward = [op for op in profile.program.ops if op.phase == 0]
-    down_and_up = [op for op in forward if op.name == "aten._to_copy.default"]
-    assert len(down_and_up) == 8
+    assert saved[(4, 10), BF16] == 1
+    assert saved[(4, 10), FP32] == 1
 
 
 # ------------------------------------------------------------------------------------- nothing is left
-
-
-def test_real_tensors_and_other_threads_keep_the_cpus_autocast() -> None:
-    def run() -> list[torch.dtype]:
-        x = torch.randn(8, 8, dtype=BF16)
-        with torch.autocast("cpu", BF16):
-            return [
-                f(x).dtype
-                for f in (
-                    *HALF_IN.values(),
-                    *STAYS_HALF.values(),
-                    lambda x: torch.mv(x, x[0]),
-                    lambda x: torch.cat([x, x.float()]),
-                    lambda x: F.binary_cross_entropy(torch.sigmoid(x), torch.sigmoid(x)),
-                )
-            ]
-
-    before = run()
-    assert before.count(FP32) < len(before)
-    seen: list[list[torch.dtype]] = []
-    with device_kernels("h100"):
-        seen.append(run())
-        seen += at_once(run)
-    assert seen == [before, before]
-    assert run() == before
 
 
 def test_everything_is_put_back() -> None:

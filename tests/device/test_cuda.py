@@ -22,6 +22,7 @@ from sacplan.device.kernels import fake_device
 from sacplan.device.library_workspaces import library_workspace_bytes
 from sacplan.record.step import Step
 from sacplan.running.measure import measured_step
+from tests.device.test_kernels import saved_by
 
 DEVICE = "cuda"
 BF16 = torch.bfloat16
@@ -100,15 +101,9 @@ def test_cublas_workspaces() -> None:
 
 
 def saved_set(run: Callable[[], torch.Tensor]) -> Counter[tuple[tuple[int, ...], torch.dtype]]:
-    found: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        found[tuple(t.shape), t.dtype] += 1
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        run().backward()
-    return found
+    out, saved = saved_by(run)
+    out.backward()
+    return saved
 
 
 def _norms() -> torch.Tensor:

@@ -16,6 +16,7 @@ from sacplan.core.program import Event, Phase, Program
 from sacplan.device.caching_allocator import MIB, CachingAllocator
 from sacplan.device.device_memory import device_memory, peaks_on
 from tests.support.slow import slow_after
+from tests.support.steps import total
 
 
 def mlp(width: int = 512) -> nn.Module:
@@ -24,9 +25,7 @@ def mlp(width: int = 512) -> nn.Module:
 
 @functools.cache
 def profiled(rows: int = 1024, optimizer: Any = None, device: str = "a100-80gb") -> sacplan.Profile:
-    return sacplan.profile(
-        mlp(), torch.randn(rows, 512), lambda m, x: m(x).sum(), optimizer=optimizer, device=device
-    )
+    return sacplan.profile(mlp(), torch.randn(rows, 512), total, optimizer, device)
 
 
 def peak_of_later_steps(program: Program) -> int:
@@ -93,8 +92,23 @@ def test_the_optimizers_state_comes_in_the_first_step() -> None:
     assert without.first_step == without.steps
 
 
-def test_steps_go_on_until_one_reserves_nothing() -> None:
-    profile = profiled(1024, torch.optim.AdamW)
+class Renewing(torch.optim.Optimizer):
+    """An optimizer that makes its state anew in each step, as Adafactor does with some of it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            state["mean"] = state.get("mean", torch.zeros_like(p)) * 0.9 + p.grad
+            p.sub_(state["mean"])
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, Renewing])
+def test_steps_go_on_until_one_reserves_nothing(optimizer: Any) -> None:
+    profile = profiled(1024, optimizer)
     allocator = CachingAllocator()
     first, steps = peaks_on(allocator, profile.program)
     assert first.max_memory_reserved <= steps.max_memory_reserved == allocator.reserved_bytes
@@ -124,13 +138,8 @@ def test_a_plan_has_the_figures_and_a_cpu_has_none(tmp_path: Any) -> None:
 def test_buffers_of_fully_shard_have_pools_of_their_own() -> None:
     """The buffer of an all-gather cannot take over a block of computation, nor the other way round."""
     model = nn.Sequential(*(mlp(1024) for _ in range(3)))
-    profile = sacplan.profile(
-        model,
-        torch.randn(64, 1024),
-        lambda m, x: m(x).sum(),
-        device="h100",
-        ranks=sacplan.FSDP2(2, ["*", ""]),
-    )
+    ranks = sacplan.FSDP2(2, ["*", ""])
+    profile = sacplan.profile(model, torch.randn(64, 1024), total, device="h100", ranks=ranks)
     program = profile.program
     # What is gathered is copied into a buffer, the last tensor that the op is given.
     gathers = [op for op in program.ops if op.name == "fsdp.all_gather_copy_in.default"]
@@ -154,28 +163,3 @@ def test_counters_of_steps_are_on_the_host(options: dict[str, bool], on_device: 
         program.storage_bytes[s] for s in program.initial if program.storage_kinds[s].name == "PARAMETER"
     )
     assert sum(program.storage_bytes[s] for s in state) == moments + 512 * 4 * on_device
-
-
-class Renewing(torch.optim.Optimizer):
-    """An optimizer that makes its state anew in each step, as Adafactor does with some of it."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for p in (p for group in self.param_groups for p in group["params"]):
-            state = self.state[p]
-            state["mean"] = state.get("mean", torch.zeros_like(p)) * 0.9 + p.grad
-            p.sub_(state["mean"])
-
-
-def test_state_that_is_made_anew_is_the_state_of_the_next_step() -> None:
-    profile = profiled(1024, Renewing)
-    allocator = CachingAllocator()
-    _, steps = peaks_on(allocator, profile.program)
-    fold = Fold(profile.program)
-    for code, arg in profile.program.events:
-        fold.step(code, arg)
-    assert allocator.allocated_bytes == fold.live
-    assert steps.max_memory_allocated >= profile.peak_bytes

@@ -16,13 +16,6 @@ from tests.support.slow import slow_after
 from tests.zoo.language_models import LM, cross_entropy, tokens
 
 
-def step(width: int, rows: int) -> sacplan.Profile:
-    with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(width, width) for _ in range(8)))
-        x = torch.empty(rows, width)
-    return sacplan.profile(model, x, lambda m, x: m(x).sum(), device="h100")
-
-
 def blocks(width: int) -> sacplan.Profile:
     with torch.device("meta"):
         layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4))
@@ -32,7 +25,7 @@ def blocks(width: int) -> sacplan.Profile:
 
 def test_small_ops_wait_for_the_cpu() -> None:
     """What the GPU takes for the last op is beside the next step's first."""
-    profile = step(8, 8)
+    profile = blocks(8)
     ops = [op for op in profile.program.ops if op.time_ms]
     assert max(op.time_ms for op in ops) < 1e-3 * eager.BACKWARD_US
     issued = sum(eager.FORWARD_US if op.phase == Phase.FORWARD else eager.BACKWARD_US for op in ops)
@@ -56,7 +49,7 @@ def test_an_optimizer_takes_the_cpu_time_for_each_parameter() -> None:
 
 def test_large_ops_hide_it() -> None:
     """All but the first one, in a loop that waits for the GPU between steps."""
-    profile = step(4096, 8192)
+    profile = blocks(4096)
     assert profile.step_ms == profile.program.step_ms == pytest.approx(eager_ms(profile.program))
     waited_ms = eager_ms(profile.program, waited=True)
     assert waited_ms == pytest.approx(profile.step_ms + 1e-3 * eager.FORWARD_US)

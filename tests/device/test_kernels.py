@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from examples.transformer import Transformer
 from sacplan.device import attention
 from sacplan.device.attention import AttentionCall, attention_backend, cudnn_promoted
 from sacplan.device.cublas import library_workspace_bytes, workspaces_stay
@@ -56,23 +55,6 @@ def qkv(
 # --------------------------------------------------------------------------------------- which backend
 
 
-@pytest.mark.parametrize(
-    ("device", "version", "promoted"),
-    [
-        ("h100", (2, 11), True),
-        ("h100", (2, 13), True),
-        ("h200", (2, 15), True),
-        ("b200", (2, 13), True),
-        ("a100-80gb", (2, 13), False),
-        ("l4", (2, 13), False),
-        ("rtx-5090", (2, 15), False),
-        ("mi300x", (2, 13), False),
-    ],
-)
-def test_cudnn_promotion(device: str, version: tuple[int, int], promoted: bool) -> None:
-    assert cudnn_promoted(resolve_device(device), version) is promoted
-
-
 BACKENDS = json.loads(Path(__file__).with_name("attention_backends.json").read_text(encoding="utf-8"))
 
 
@@ -86,13 +68,6 @@ def test_attention_backend(device: str, dtype: str, options: dict[str, Any], wan
     preferences = {name: options.pop(name) for name in ("priority", "enabled") if name in options}
     call = AttentionCall(q, kv, kv, getattr(torch, dtype), **options)
     assert attention_backend(resolve_device(device), call, **preferences) == want
-
-
-def test_no_backend_is_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(DeviceError, match=r"none of the enabled backends \['flash'\].*Enable 'math'"):
-        attention_backend(
-            resolve_device("h100"), AttentionCall(SHAPE, SHAPE, SHAPE, FP32), enabled=("flash",)
-        )
 
 
 # --------------------------------------------------------------------------------------- what is saved
@@ -294,25 +269,6 @@ def test_cpu_device_routes_nothing() -> None:
         assert saved_by(lambda: F.dropout(F.scaled_dot_product_attention(q, k, v), 0.1))[1] == plain
 
 
-def test_seed_transformer_keeps_what_cuda_keeps() -> None:
-    with fake_device("h100"):
-        model = Transformer()
-        with Ops() as ops:
-            out, saved = saved_by(lambda: model(torch.randint(0, 8192, (8, 1024))))
-            out.sum().backward()
-    tokens = (8, 1024, 768)
-    # One mask after the embeddings and two a layer, a byte an element and never floats.
-    assert saved[(tokens, torch.bool)] == 9
-    assert ops.noted.count("native_dropout") == 9
-    # q, k, v and out of each layer, the logsumexp, and no scores.
-    assert ops.noted.count("_scaled_dot_product_efficient_attention") == 4
-    assert saved[((8, 12, 1024, 64), FP32)] == 16
-    assert saved[((8, 12, 1024), FP32)] == 4
-    assert not [shape for shape, _ in saved if shape[-2:] == (1024, 1024)]
-    # The inputs of the nine layer norms.
-    assert saved[(tokens, FP32)] == 9
-
-
 # --------------------------------------------------------------------------------------- nothing is left
 
 
@@ -361,12 +317,6 @@ def test_everything_is_restored() -> None:
 
 class BoomError(Exception):
     pass
-
-
-def test_real_tensors_keep_their_kernels_inside() -> None:
-    before = real_step()
-    with device_kernels("h100"):
-        assert same(real_step(), before)
 
 
 def test_other_threads_keep_their_kernels() -> None:

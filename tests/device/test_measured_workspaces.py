@@ -91,14 +91,11 @@ def test_convolutions_of_half_types(
 
 
 def test_convolutions_in_channels_last() -> None:
-    x, weight = (
-        empty(8, 3, 224, 224).to(memory_format=torch.channels_last),
-        empty(768, 3, 16, 16).to(memory_format=torch.channels_last),
-    )
+    shapes = (8, 3, 224, 224), (768, 3, 16, 16)
+    x, weight = (empty(*shape).to(memory_format=torch.channels_last) for shape in shapes)
     rest = ([16, 16], [0, 0], [1, 1], False, [0, 0], 1)
-    assert mib(aten.convolution.default, x, weight, None, *rest) == pytest.approx(
-        9.125, abs=0.001
-    )  # three channels, as eight
+    found = mib(aten.convolution.default, x, weight, None, *rest)
+    assert found == pytest.approx(9.125, abs=0.001)  # three channels, as eight
 
 
 @pytest.mark.parametrize(

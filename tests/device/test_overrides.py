@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as torch_optimizer
 
 import sacplan
@@ -23,7 +22,8 @@ from sacplan.device.kernels import device_kernels, fake_device
 from sacplan.device.library_workspaces import library_workspace_bytes, library_workspaces
 from sacplan.device.overrides import takes_cudnn_batch_norm
 from sacplan.record.fake_data import data_rules
-from tests.device.test_kernels import BF16, FP16, FP32, inside, saved_by
+from tests.device.test_autocast import HALF_IN, STAYS_HALF
+from tests.device.test_kernels import BF16, FP16, FP32, inside, real_step, saved_by
 from tests.support.ops import Ops, name_of
 from tests.support.threads import at_once
 from tests.zoo.layers import FromFunction
@@ -48,20 +48,6 @@ def test_batch_norm_goes_to_cudnn_and_keeps_its_input() -> None:
     assert saved == {((4, 8, 6, 6), FP32): 1, ((8,), FP32): 5, ((0,), torch.uint8): 1}
     assert x.grad is not None
     assert norm.weight.grad is not None
-
-
-def test_batch_norm_of_halves() -> None:
-    with fake_device("h100"):
-        x = torch.randn(4, 8, 6, 6, dtype=FP16, requires_grad=True)
-        weight, bias, mean, var = torch.ones(8), torch.zeros(8), torch.zeros(8), torch.ones(8)
-        y, saved = saved_by(lambda: F.batch_norm(x, mean, var, weight, bias, training=True))
-        y.sum().backward()
-        assert y.dtype == FP16
-        assert saved[((4, 8, 6, 6), FP16)] == 1
-        with Ops() as ops:
-            F.batch_norm(x, mean.half(), var.half(), weight.half(), bias.half(), training=True)
-            F.batch_norm(x.bfloat16(), mean, var, weight, bias, training=True)
-        assert ops.noted.count("native_batch_norm") == 2
 
 
 @pytest.mark.parametrize(
@@ -234,25 +220,16 @@ def step_ops(make: Callable[[Any], torch.optim.Optimizer]) -> list[str]:
 
 
 O = torch.optim  # noqa: E741
-FOREACH = {
-    "adamw": O.AdamW,
-    "adam": O.Adam,
-    "sgd": lambda p: O.SGD(p, lr=0.1, momentum=0.9),
-    "rmsprop": O.RMSprop,
-    "adagrad": O.Adagrad,
-    "adadelta": O.Adadelta,
-    "nadam": O.NAdam,
-    "radam": O.RAdam,
-    "adamax": O.Adamax,
-}
 
 
-@pytest.mark.parametrize("name", FOREACH)
-def test_foreach_is_the_default(name: str) -> None:
+@pytest.mark.parametrize(
+    "make", [O.AdamW, O.Adam, O.SGD, O.RMSprop, O.Adagrad, O.Adadelta, O.NAdam, O.RAdam, O.Adamax]
+)
+def test_foreach_is_the_default(make: Any) -> None:
     with fake_device("h100"):
-        assert any(op.startswith("_foreach_") for op in step_ops(FOREACH[name]))
+        assert any(op.startswith("_foreach_") for op in step_ops(make))
     with fake_device("cpu"):
-        assert not any(op.startswith("_foreach_") for op in step_ops(FOREACH[name]))
+        assert not any(op.startswith("_foreach_") for op in step_ops(make))
 
 
 @pytest.mark.parametrize(
@@ -325,21 +302,26 @@ def test_state_and_temporaries_of_optimizers(make: Any, state: float, temporarie
     assert tracker.peak_bytes - before == pytest.approx(temporaries * P, abs=0.01 * P)
 
 
-def test_torch_optim_is_put_back() -> None:
+def untouched() -> tuple[Any, ...]:
+    """What real tensors take and keep: kernels, the CPU's autocast, and optimizers."""
+    x = torch.randn(8, 8, dtype=BF16)
+    with torch.autocast("cpu", BF16):
+        types = [run(x).dtype for run in (*HALF_IN.values(), *STAYS_HALF.values())]
+        types += [torch.mv(x, x[0]).dtype, torch.cat([x, x.float()]).dtype]
+        types.append(F.binary_cross_entropy(torch.sigmoid(x), torch.sigmoid(x)).dtype)
+    out, grad, saved = real_step()
+    return out.tolist(), grad.tolist(), saved, types, step_ops(O.AdamW)
+
+
+def test_real_tensors_and_other_threads_keep_their_kernels() -> None:
+    before = untouched()
+    assert not any(op.startswith("_foreach_") for op in before[-1])
     types = list(torch_optimizer._foreach_supported_types)
     devices = torch_optimizer._get_foreach_kernels_supported_devices
-    seen: list[list[str]] = []
-
-    def elsewhere() -> None:
-        with FakeTensorMode():
-            seen.append(step_ops(O.AdamW))
-
     implementations = dict(fake_impls.op_implementations_dict)
-    with fake_device("h100"):
-        at_once(elsewhere)
-    with device_kernels("h100"):  # real tensors, no fake mode
-        seen.append(step_ops(O.AdamW))
-    assert not any(op.startswith("_foreach_") for ops in seen for op in ops)
+    with device_kernels("h100"):
+        assert [untouched(), *at_once(untouched)] == [before] * 2
+    assert untouched() == before
     assert torch_optimizer._foreach_supported_types == types
     assert torch_optimizer._get_foreach_kernels_supported_devices is devices
     assert fake_impls.op_implementations_dict == implementations
@@ -387,10 +369,6 @@ def profiled(device: str) -> sacplan.Profile:
     return sacplan.profile(model, torch.randn(32, 64), device=device)
 
 
-def recorded() -> Any:
-    return profiled("h100 without workspaces").program
-
-
 @pytest.mark.skipif(not libraries.workspaces_stay(), reason="torch 2.15 keeps no workspaces")
 def test_a_profile_counts_them_and_a_plan_keeps_its_promise() -> None:
     counted, bare = profiled("h100"), profiled("h100 without workspaces")
@@ -414,8 +392,7 @@ def test_a_profile_counts_them_and_a_plan_keeps_its_promise() -> None:
 
 
 def test_no_workspaces_where_none_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = recorded()
-    spec = resolve_device("h100")
+    plain, spec = profiled("h100 without workspaces").program, resolve_device("h100")
     assert library_workspaces(plain, spec, (2, 15)) == Patch()
     assert library_workspaces(plain, resolve_device("cpu"), (2, 13)) == Patch()
     assert library_workspaces(plain, spec.without_workspaces(), (2, 13)) == Patch()

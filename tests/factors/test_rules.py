@@ -190,13 +190,6 @@ def test_an_op_has_one_formula() -> None:
         register("mm")(lambda call: None)
 
 
-def test_every_formula_is_of_an_op() -> None:
-    for name in _FORMULAS.keys() - {"pointwise"}:
-        packet, _, overload = name.partition(".")
-        assert hasattr(aten, packet), name
-        assert not overload or overload in getattr(aten, packet).overloads(), name
-
-
 def test_rows_of_a_mean_are_added_by_weight() -> None:
     """What is known of its parts is their sums and weights; the mean of a slice is no part of it."""
     scores, targets = normal(4, 5), torch.tensor([1, -100, 2, 0])

@@ -36,6 +36,9 @@ def test_the_optimizers_state_is_part_of_the_budget() -> None:
     assert least.host_bytes == 0
     half = sacplan.plan(step, "55%", techniques=TECHNIQUES, host_budget=f"{on_host + free.host_bytes // 2}B")
     assert 2 * half.host_bytes <= free.host_bytes
+    assert half.recompute_ms + half.added_ms > free.recompute_ms + free.added_ms
+    with pytest.raises(sacplan.InfeasibleBudget):
+        sacplan.plan(step, "45%", techniques=("offload",), host_budget=f"{on_host}B")
 
 
 def test_a_budget_below_what_the_optimizer_takes_is_refused() -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import gc
-import warnings
 import weakref
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -22,16 +19,15 @@ from sacplan.core.decisions import Chunk, Offload
 from sacplan.planning.make import plan_by_hand
 from sacplan.techniques.offload.executor.parcels import Parcel
 from sacplan.techniques.registry import rewritten
-from tests.chunk.test_backward import gradients, loss_fn, make_case
+from tests.chunk.test_backward import loss_fn, make_case
+from tests.support.chunks import step
 from tests.support.slow_link import slow_link
 from tests.support.steps import bit_equal
-from tests.support.threads import at_once
 from tests.zoo.language_models import TokenModel
 from tests.zoo.layers import MLP, FromFunction
 
 LAYERS = 2
-WITHOUT = ("recompute", "chunk")
-WITH = (*WITHOUT, "offload")
+WITH = ("recompute", "chunk", "offload")
 
 
 @functools.cache
@@ -64,11 +60,6 @@ def test_what_sliced_norms_read_waits_on_the_host() -> None:
     assert rewritten(profile.program, kept, profile.spec).footprint.peak_bytes > plan.peak_bytes
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("h100 without workspaces", marks=pytest.mark.slow)])
-def test_the_smallest_peak_is_no_larger_for_the_choice(device: str) -> None:
-    assert smallest(device, WITH)[1].peak_bytes < smallest(device, WITHOUT)[1].peak_bytes
-
-
 def test_the_prediction_is_the_fake_step_and_the_measured_one() -> None:
     profile, plan = smallest("cpu", WITH)
     model, batch = make_case(LAYERS)
@@ -85,10 +76,10 @@ def test_bits_are_those_of_the_same_slices_without_copies() -> None:
     model, batch = make_case(LAYERS)
     kept = tuple(one for one in plan.decisions if not isinstance(one, Offload))
     with sacplan.apply(model, plan_by_hand(profile, kept, "by hand")):
-        expected = gradients(model, batch)
+        expected = step(model, batch, loss_fn)
     with sacplan.apply(model, plan) as handle:
         for _ in range(3):
-            found = gradients(model, batch)
+            found = step(model, batch, loss_fn)
             assert found.keys() == expected.keys()
             assert bit_equal(list(expected.values()), list(found.values()))
         assert not handle.differences
@@ -124,12 +115,12 @@ def test_exceptions_in_the_middle_leave_nothing_behind(
     _, plan = of_all_three()
     model, batch = make_case(LAYERS)
     with sacplan.apply(model, plan), slow_link() as link:
-        expected = gradients(model, batch)
+        expected = step(model, batch, loss_fn)
         failed = copied = 0
         for _ in Failing(model, backward):
             before = len(parcels)
             with contextlib.suppress(KeyError):  # a module whose output needs no gradient fails in neither
-                gradients(model, batch)
+                step(model, batch, loss_fn)
                 failed -= 1
             failed, copied = failed + 1, copied + (len(parcels) > before)
             model.zero_grad()
@@ -138,34 +129,9 @@ def test_exceptions_in_the_middle_leave_nothing_behind(
             assert not any(ref() for ref in parcels)
         assert failed > 5
         assert copied > 5
-        found = gradients(model, batch)
+        found = step(model, batch, loss_fn)
         assert bit_equal(list(expected.values()), list(found.values()))
     assert not link.broken
-
-
-def test_threads_and_batches_of_other_sizes() -> None:
-    """With recomputation, slices and copies, at once: bits are those of the same slices without copies."""
-    profile, plan = of_all_three()
-    kept = tuple(one for one in plan.decisions if not isinstance(one, Offload))
-    without = plan_by_hand(profile, kept, "by hand")
-    model, batch = make_case(LAYERS)
-    batches = [batch, batch[:1], batch[:, : batch.shape[1] // 2], batch]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the step is not the one", sacplan.SacplanWarning)
-        plain = copy.deepcopy(model)
-        sacplan.apply(plain, without)
-        expected = [gradients(plain, one) for one in batches]
-        replicas = [copy.deepcopy(model) for _ in range(2)]
-
-        def train(replica: nn.Module) -> list[bool]:
-            return [
-                bit_equal(list(wanted.values()), list(gradients(replica, one).values()))
-                for one, wanted in zip(batches, expected, strict=True)
-            ]
-
-        for replica in replicas:
-            sacplan.apply(replica, plan)
-        assert at_once(*[partial(train, replica) for replica in replicas]) == [[True] * 4] * 2
 
 
 def test_slices_and_copies_in_one_unit_that_recomputes_nothing() -> None:

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import random
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -28,7 +26,6 @@ from sacplan.techniques.runtime.tensors import view_of
 from tests.support.recomputing import fuzz
 from tests.support.slow_link import SlowLink, SlowStream, slow_link
 from tests.support.steps import bit_equal, grads_of
-from tests.support.threads import at_once
 from tests.zoo import language_models as models
 
 Without = tuple[str, ...]
@@ -247,24 +244,3 @@ def test_random_programs_copy_and_go_on_threads() -> None:
         copies, threaded = copies + link.copies, threaded + outcome.threaded
     assert copies > 20
     assert threaded > 20
-
-
-def test_threads_that_train_at_once(planned: Planned) -> None:
-    model, batch, plan = planned
-    replicas = [copy.deepcopy(model) for _ in range(3)]
-    plain = grads_of(replicas[0], batch, models.cross_entropy)
-
-    def train(one: models.LM) -> list[bool]:
-        right = []
-        for _ in range(4):
-            loss = models.cross_entropy(one, batch)
-            loss.backward()
-            right.append(bit_equal(plain, [loss.detach(), *(p.grad for p in one.parameters())]))
-            one.zero_grad()
-        return right
-
-    with slow_link() as link:
-        for one in replicas:
-            sacplan.apply(one, plan)
-        assert at_once(*[partial(train, one) for one in replicas]) == [[True] * 4] * 3
-    assert not link.broken

@@ -105,21 +105,6 @@ def test_bits_and_peaks(name: str) -> None:
         assert_right(case, profile, plan)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("joined", [2, 3])
-def test_joined_regions(joined: int) -> None:
-    """Those offload nothing themselves, beside others that do."""
-    torch.manual_seed(0)
-    case = Case(
-        models.LM(layers=5, vocab=32, dropout=0.0), torch.randint(0, 32, (8, 32)), models.cross_entropy
-    )
-    profile = case.profile("cpu")
-    plans = [mixed_plan(profile, random.Random(seed), BOTH, joined=joined) for seed in range(4)]
-    assert any(plan.offloaded and plan.discarded for plan in plans)
-    for plan in plans:
-        assert_right(case, profile, plan)
-
-
 @pytest.fixture(scope="module")
 def planned() -> tuple[Case, sacplan.Profile, sacplan.Plan]:
     torch.manual_seed(0)

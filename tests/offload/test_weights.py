@@ -305,14 +305,6 @@ def test_right_on_a_slow_link_and_not_without_its_waits(planned: sacplan.Plan) -
         assert right == (not without), without
 
 
-def test_a_wider_choice_is_never_dearer() -> None:
-    profile = profiled()
-    for budget in ("90%", "80%"):
-        both = sacplan.plan(profile, budget, techniques=("recompute", "offload"))
-        alone = sacplan.plan(profile, budget, techniques=("recompute",))
-        assert both.planned_ms <= alone.planned_ms
-
-
 def test_plans_and_profiles_are_files(planned: sacplan.Plan, tmp_path: Any) -> None:
     planned.save(tmp_path / "plan.json")
     assert sacplan.Plan.load(tmp_path / "plan.json") == planned

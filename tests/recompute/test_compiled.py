@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
-from msgspec import structs
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
@@ -25,30 +23,14 @@ from tests.support.slow import slow_after
 from tests.support.steps import bit_equal
 from tests.zoo.language_models import TokenModel
 from tests.zoo.language_models import cross_entropy as loss_fn
-from tests.zoo.layers import FeedForward, FromFunction
+from tests.zoo.layers import FeedForward, FromFunction, GatedMLP, Residual
 
 DIM, VOCAB = 32, 64
 
 
-class GatedBlock(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.dropout = dropout
-        self.norm1, self.norm2 = nn.LayerNorm(DIM), nn.LayerNorm(DIM)
-        self.qkv, self.proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
-        self.up, self.gate, self.down = nn.Linear(DIM, 96), nn.Linear(DIM, 96), nn.Linear(96, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, t, d = x.shape
-        q, k, v = (z.view(b, t, 4, d // 4).transpose(1, 2) for z in self.qkv(self.norm1(x)).chunk(3, -1))
-        a = F.softmax(q @ k.transpose(-1, -2) * (d // 4) ** -0.5, -1) @ v
-        x = x + F.dropout(self.proj(a.transpose(1, 2).reshape(b, t, d)), self.dropout, self.training)
-        h = self.norm2(x)
-        return x + F.dropout(self.down(F.silu(self.gate(h)) * self.up(h)), self.dropout, self.training)
-
-
 def language_model(dropout: float = 0.0) -> nn.Module:
-    return TokenModel((GatedBlock(dropout) for _ in range(2)), DIM, VOCAB)
+    block = lambda: Residual(nn.LayerNorm(DIM), GatedMLP(DIM, 96), nn.Dropout(dropout), nn.Softmax(-1))  # noqa: E731
+    return TokenModel((block() for _ in range(2)), DIM, VOCAB)
 
 
 class Seen:
@@ -175,19 +157,6 @@ def test_what_is_saved_and_recomputed_is_what_the_plan_says(
 
 
 @pytest.mark.slow
-def test_adjacent_units_that_discard_everything(
-    profile: sacplan.Profile, model: nn.Module, tokens: torch.Tensor
-) -> None:
-    plan = everything_but(profile, ["layers.0", "layers.1"])
-    seen = Seen()
-    assert bit_equal(
-        step(copy.deepcopy(model), tokens, None), step(planned(model, plan), tokens, seen.backend)
-    )
-    hidden = tokens.numel() * DIM * 4
-    assert seen.saved_bytes <= 3 * hidden  # the inputs of both layers and of the head
-
-
-@pytest.mark.slow
 def test_inductor() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(FeedForward(DIM, 96, 0.0), nn.Linear(DIM, DIM)), torch.randn(64, DIM)
@@ -214,40 +183,10 @@ def test_same_tags_share_compiled_code_and_others_do_not(
         assert seen.graphs == graphs
 
 
-@pytest.mark.slow
-def test_applying_and_removing_compiles_again(
-    model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor
-) -> None:
-    expected = step(copy.deepcopy(model), tokens, None)
-    changing, seen = copy.deepcopy(model), Seen()
-    saved = []
-    handle = None
-    for turn in range(3):
-        if turn == 1:
-            handle = sacplan.apply(changing, plan)
-        elif handle is not None:
-            handle.remove()
-        before = seen.saved_bytes
-        assert bit_equal(expected, step(changing, tokens, seen.backend))
-        saved.append(seen.saved_bytes - before)
-    assert saved[1] < saved[0]
-    assert saved[2] in (0, saved[0])  # the first code again, or made again
-
-
 def test_no_checkpoint_without_gradients(model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor) -> None:
     run = torch.compile(planned(model, plan), backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         assert torch.equal(run(tokens), model(tokens))
-
-
-@pytest.mark.slow
-def test_copies_and_pickles_compile(model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor) -> None:
-    seen, again = Seen(), Seen()
-    with_plan = planned(model, plan)
-    expected = step(copy.deepcopy(with_plan), tokens, seen.backend)
-    torch._dynamo.reset()
-    assert bit_equal(expected, step(pickle.loads(pickle.dumps(with_plan)), tokens, again.backend))
-    assert seen.saved_bytes == again.saved_bytes
 
 
 class Odd(nn.Module):
@@ -291,22 +230,13 @@ def test_arguments_outputs_writes_and_side_effects() -> None:
 
 
 def test_a_site_that_the_trace_does_not_meet_is_an_error(
-    model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    model: nn.Module, profile: sacplan.Profile, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    silus = sum(site.op == "aten.silu.default" for site in plan.discarded[""])
+    plan = everything_but(profile, ["layers.0"])
+    assert sum(site.op == "aten.silu.default" for site in plan.discarded["layers.0"]) == 1
     monkeypatch.setattr(F, "silu", torch.sigmoid)
-    with pytest.raises(Exception, match=rf"does not run {silus} of the ops .*aten.silu.default #0"):
+    with pytest.raises(Exception, match=r"does not run 1 of the ops .*aten.silu.default #0"):
         step(planned(model, plan), tokens, "aot_eager")
-
-
-def test_a_unit_whose_ops_the_plan_does_not_have_is_an_error(
-    model: nn.Module, plan: sacplan.Plan, tokens: torch.Tensor
-) -> None:
-    unknown = structs.replace(
-        plan, units={fqn: structs.replace(unit, calls=()) for fqn, unit in plan.units.items()}
-    )
-    with pytest.raises(Exception, match=r"does not run \d+ of the ops"):
-        step(planned(model, unknown), tokens, "aot_eager")
 
 
 def test_a_graph_break_inside_of_a_unit_is_an_error(
@@ -314,7 +244,7 @@ def test_a_graph_break_inside_of_a_unit_is_an_error(
 ) -> None:
     broken = planned(model, plan)
     for layer in broken.layers:  # type: ignore[union-attr]
-        layer.norm1.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+        layer.layer[0].register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
     with pytest.raises(sacplan.errors.PlanError, match="broke the graph inside a unit"):
         step(broken, tokens, "aot_eager", fullgraph=False)
 
@@ -347,6 +277,9 @@ def test_what_was_compiled_before_takes_the_plan(
     with sacplan.apply(called, plan):
         assert bit_equal(before, step(called, tokens, None))
     assert 0 < seen.saved_bytes < saved
+    seen.saved_bytes = 0
+    assert bit_equal(before, step(called, tokens, None))
+    assert seen.saved_bytes in (0, saved)  # the first code again, or made again
     partly = copy.deepcopy(model)
     partly.layers[1] = torch.compile(partly.layers[1])  # type: ignore[assignment]
     with pytest.raises(sacplan.errors.PlanError, match=r"module 'layers\.1' is compiled on its own"):

@@ -10,7 +10,7 @@ import torch._dynamo.utils
 import sacplan
 from sacplan.core.compilation import Compilation
 from sacplan.errors import SacplanWarning
-from tests.support.steps import bit_equal, grads_of
+from tests.support.steps import bit_equal, grads_of, total
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction
 
@@ -58,11 +58,6 @@ def compile_layers(model: FromFunction) -> None:
     torch._dynamo.utils.counters.clear()
     for layer in model.layers:
         layer.compile(backend="aot_eager")
-
-
-def total(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    loss: torch.Tensor = model(x).sum()
-    return loss
 
 
 def test_layers_compiled_in_a_unit_that_is_the_whole_model_are_named() -> None:

@@ -58,14 +58,11 @@ def test_convnets_can_discard_batch_norms_and_what_is_written_in_place(
     again = {profile.program.ops[i].name for i in recomputed(profile.program, plan.discarded).footprint.again}
     assert "aten.native_batch_norm.default" in again
     assert plan.peak_bytes < 0.8 * profile.peak_bytes
-    assert sacplan.verify(model, batch, plan).peak_bytes == plan.peak_bytes
+    assert_carried_out(model, batch, plan, loss)
     one, other = copy.deepcopy(model), copy.deepcopy(model)
     with sacplan.apply(other, plan):
-        for _ in range(3):  # the first step looks up, the others follow
-            for m in (one, other):
-                m.zero_grad()
-                m(batch).backward()
-    assert bit_equal([p.grad for p in one.parameters()], [p.grad for p in other.parameters()])
+        for m in (one, one, one, other, other, other):
+            m(batch).backward()
     assert bit_equal(list(one.buffers()), list(other.buffers()))  # statistics were updated once a step
     assert all(b == 3 for name, b in other.named_buffers() if "num_batches" in name)
 

@@ -60,14 +60,7 @@ def recomputes(model: nn.Module) -> bool:
             grads_of(m, batches(8)[0], cross_entropy)
         return counter.get_total_flops()
 
-    was_training = model.training
-    trainable = [p.requires_grad for p in model.parameters()]
-    model.train().requires_grad_(True)
-    seen = flops(model)
-    model.train(was_training)
-    for p, wanted in zip(model.parameters(), trainable, strict=True):
-        p.requires_grad_(wanted)
-    return seen > flops(make_model())
+    return flops(model) > flops(make_model())
 
 
 Loop = Callable[[LM], list[torch.Tensor]]
@@ -108,70 +101,6 @@ def autocast_and_scaler(model: LM) -> list[torch.Tensor]:
     return found
 
 
-def closures(model: LM) -> list[torch.Tensor]:
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
-    found = []
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        model.eval()  # the line search must see one function
-        loss = cross_entropy(model, batches(8)[0])
-        loss.backward()
-        found.append(loss.detach())
-        return loss
-
-    optimizer.step(closure)
-    return found
-
-
-def moving_average(model: LM) -> list[torch.Tensor]:
-    """The average is a deep copy, with the plan; it is evaluated, and trained on in the end."""
-    average = torch.optim.swa_utils.AveragedModel(
-        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for batch in batches(8, 8, 8):
-        optimizer.zero_grad()
-        cross_entropy(model, batch).backward()
-        optimizer.step()
-        average.update_parameters(model)
-        with torch.no_grad():
-            found.append(cross_entropy(average.eval(), batch))
-    model.zero_grad()
-    found += grads_of(average.train(), batches(8)[0], cross_entropy)
-    assert all(p.grad is None for p in model.parameters())
-    return [*found, *average.parameters()]
-
-
-def evaluation_between_steps(model: LM) -> list[torch.Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for batch in batches(8, 8):
-        optimizer.zero_grad()
-        loss = cross_entropy(model.train(), batch)
-        loss.backward()
-        optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            found.append(cross_entropy(model, batch))
-        with torch.inference_mode():
-            found.append(cross_entropy(model, batch).clone())
-        found.append(loss.detach())
-    model.train()
-    return found
-
-
-def layers_frozen_on_the_way(model: LM) -> list[torch.Tensor]:
-    found = []
-    for frozen in ([], [model.embed, model.layers[0]], [model.layers[1], model.head], []):
-        model.requires_grad_(True)
-        for module in frozen:
-            module.requires_grad_(False)
-        found += grads_of(model, batches(8)[0], cross_entropy)
-    return found
-
-
 def weights_loaded_on_the_way(model: LM) -> list[torch.Tensor]:
     found = grads_of(model, batches(8)[0], cross_entropy)
     file = io.BytesIO()
@@ -188,10 +117,6 @@ LOOPS: list[Loop] = [
     accumulation,
     accumulation_in_one_backward,
     autocast_and_scaler,
-    closures,
-    moving_average,
-    evaluation_between_steps,
-    layers_frozen_on_the_way,
     weights_loaded_on_the_way,
 ]
 

@@ -8,26 +8,21 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
 
 import sacplan
 from sacplan.core.pins import NO_PINS
 from sacplan.core.program import Phase
 from sacplan.techniques.recompute.partition import LARGEST_PART, join, most_joined, partition
+from tests.support.steps import mean_square
 from tests.zoo.layers import Recurrence
 
 STEPS = (50, 100, 200)  # each twice the one before
 
 
-def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    out: torch.Tensor = model(batch)
-    return out.pow(2).mean()
-
-
 @cache
 def profile_of(steps: int) -> sacplan.Profile:
     torch.manual_seed(0)
-    return sacplan.profile(Recurrence(steps), torch.randn(16, 32), loss, device="cpu")
+    return sacplan.profile(Recurrence(steps), torch.randn(16, 32), mean_square, device="cpu")
 
 
 @cache
@@ -80,5 +75,5 @@ def test_the_smallest_peak_falls_behind_the_steps() -> None:
 def test_the_step_with_the_plan_takes_what_it_says() -> None:
     plan = planned(STEPS[0])
     torch.manual_seed(0)
-    found = sacplan.verify(Recurrence(STEPS[0]), torch.randn(16, 32), plan, loss)
+    found = sacplan.verify(Recurrence(STEPS[0]), torch.randn(16, 32), plan, mean_square)
     assert found.peak_bytes == plan.peak_bytes

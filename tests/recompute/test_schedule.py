@@ -21,7 +21,7 @@ from sacplan.techniques.recompute.executor.lookup import Lookup
 from sacplan.techniques.recompute.executor.recorder import UnitRecorder
 from sacplan.techniques.recompute.executor.slots import SlotTable
 from tests.support.ops import Ops, name_of
-from tests.support.recomputing import discard_all, fitting_sites, plan_of, same_bits, state, step
+from tests.support.recomputing import discard_all, fitting_sites, plan_of, same_bits, step
 from tests.support.storages import Storages, no_collector
 from tests.zoo.layers import FromFunction
 from tests.zoo.units import DIM, Outer, Unit, batch, outer
@@ -166,26 +166,15 @@ def test_a_call_that_does_something_else_is_planned_as_if_it_were_the_first() ->
         assert same_bits(step(model, x), step(planned, x))
 
 
-class FillsACache(nn.Module):
+def fills_a_cache(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
     """Makes a table in its first call, between two ops of every call, or behind a custom function."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.linear, self.where = nn.Linear(DIM, DIM), where
-        self.table: torch.Tensor | None = None
-
-    def look_up(self) -> torch.Tensor:
-        if self.table is None:
-            self.table = torch.arange(DIM).mul(0.1).cos()
-        return self.table
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        self.made = weakref.ref(y.untyped_storage())
-        if self.where == "between two ops":
-            table = self.look_up()
-            return y.sin() * table
-        return Square.apply(y) * self.look_up()  # type: ignore[no-untyped-call]
+    y = self.linear(x)
+    self.made = weakref.ref(y.untyped_storage())
+    if self.behind:
+        y = Square.apply(y)  # type: ignore[no-untyped-call]
+    if self.table is None:
+        self.table = torch.arange(DIM).mul(0.1).cos()
+    return (y if self.behind else y.sin()) * self.table
 
 
 class Square(torch.autograd.Function):
@@ -203,11 +192,11 @@ class Square(torch.autograd.Function):
 
 
 @pytest.mark.filterwarnings("ignore:the step is not the one")
-@pytest.mark.parametrize("where", ["between two ops", "behind a custom function"])
-def test_a_cache_that_the_first_call_fills_keeps_nothing_in_later_ones(where: str) -> None:
+@pytest.mark.parametrize("behind", [False, True], ids=["between two ops", "behind a custom function"])
+def test_a_cache_that_the_first_call_fills_keeps_nothing_in_later_ones(behind: bool) -> None:
     """Autograd saves an input before the op runs: in the first call, before the ops that make the cache."""
     torch.manual_seed(0)
-    model = Outer(FillsACache(where))
+    model = Outer(FromFunction(fills_a_cache, linear=nn.Linear(DIM, DIM), behind=behind, table=None))
     profile = sacplan.profile(copy.deepcopy(model), batch(), device="cpu", trace="fake")
     sacplan.apply(model, plan_of(profile, {"units.0": [("aten.addmm.default", 0)]}))
     kept = []
@@ -289,13 +278,19 @@ def checkpoint_inside(x: torch.Tensor) -> torch.Tensor:
     return checkpoint(lambda t: t.sin().exp(), x.cos(), use_reentrant=False).tanh().exp()
 
 
+def reentrant_checkpoint_inside(x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(lambda t: F.dropout(t.sin(), 0.5).exp(), x, use_reentrant=True)
+
+
 def backward_inside(x: torch.Tensor) -> torch.Tensor:
     (slope,) = torch.autograd.grad(x.sin().exp().sum(), x, create_graph=True)
     return (slope * x.cos()).exp()
 
 
 @pytest.mark.filterwarnings("ignore:the step is not the one")
-@pytest.mark.parametrize("middle", [hooks_inside, checkpoint_inside, backward_inside])
+@pytest.mark.parametrize(
+    "middle", [hooks_inside, checkpoint_inside, reentrant_checkpoint_inside, backward_inside]
+)
 def test_hooks_that_come_and_go_inside_of_a_unit(middle: Callable[[torch.Tensor], torch.Tensor]) -> None:
     model = outer(middle, torch.sin)
     plain = outer(torch.sin, torch.sin)
@@ -305,23 +300,6 @@ def test_hooks_that_come_and_go_inside_of_a_unit(middle: Callable[[torch.Tensor]
             planned.units[0].middle = m.units[0].middle
             assert same_bits(step(m, batch()), step(planned, batch()))
             assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-
-
-def test_hooks_around_some_steps() -> None:
-    model = outer()
-    planned, _ = discard_all(model)
-
-    def hooked(m: nn.Module) -> list[torch.Tensor]:
-        m.zero_grad()
-        torch.manual_seed(3)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t / 2):
-            loss = m(batch())
-        loss.backward()
-        return state(m, loss)
-
-    for _ in range(2):
-        assert same_bits(step(model, batch()), step(planned, batch()))
-        assert same_bits(hooked(model), hooked(planned))
 
 
 def test_hooks_around_the_model_do_not_shift_call_sites() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,24 +17,17 @@ from sacplan.running.measure import measured_step
 N = 4096
 
 
-def _of_an_array() -> torch.Tensor:
-    return torch.from_numpy(np.arange(N)[::-1].copy())
-
-
-def _as_tensor() -> torch.Tensor:
-    return torch.as_tensor(np.arange(N)[::-1].copy(), dtype=torch.int64)
-
-
-def _converted() -> torch.Tensor:
-    return torch.as_tensor(np.arange(N, dtype=np.int32)[::-1].copy(), dtype=torch.int64)
-
-
-def _copied() -> torch.Tensor:
-    return torch.tensor(np.arange(N)[::-1].copy())
+REVERSED = np.arange(N)[::-1]
+INDICES: dict[str, Callable[[], torch.Tensor]] = {
+    "of an array": lambda: torch.from_numpy(REVERSED.copy()),
+    "as a tensor": lambda: torch.as_tensor(REVERSED.copy(), dtype=torch.int64),
+    "converted": lambda: torch.as_tensor(REVERSED.astype(np.int32), dtype=torch.int64),
+    "copied": lambda: torch.tensor(REVERSED.copy()),
+}
 
 
 @pytest.mark.parametrize("trace", ["fake", "real"])
-@pytest.mark.parametrize("index", [_of_an_array, _as_tensor, _converted, _copied])
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
 def test_the_memory_of_an_array_is_not_pytorchs(index: Any, trace: Any) -> None:
     """As the matched pairs of a loss for detection, which ``linear_sum_assignment`` gives as arrays."""
     torch.manual_seed(0)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
@@ -18,17 +17,7 @@ import sacplan
 from sacplan.core.decisions import Recompute
 from tests.support.slow import slow_after
 from tests.support.steps import assert_carried_out, mean_square
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 128), nn.Linear(128, 32)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = F.relu(self.up(self.norm(x) * 0.5), inplace=True).sigmoid()
-        return x + self.dropout(self.down(hidden)) * 2.0
+from tests.zoo.layers import FeedForward
 
 
 class Model(nn.Module):
@@ -37,7 +26,7 @@ class Model(nn.Module):
     def __init__(self, how: str, reentrant: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.blocks = nn.Linear(32, 32), nn.ModuleList(Block() for _ in range(6))
+        self.first, self.blocks = nn.Linear(32, 32), nn.ModuleList(FeedForward(32) for _ in range(6))
         self.how, self.reentrant = how, reentrant
 
     def _again(self, function: Any, x: torch.Tensor) -> torch.Tensor:
@@ -80,16 +69,12 @@ def test_profiled_as_it_is_and_planned_around(how: str, reentrant: bool) -> None
 
 def test_a_model_of_transformers_with_its_own_switch() -> None:
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=32, n_head=2, vocab_size=2000, use_cache=False, bos_token_id=0, eos_token_id=0
-    )
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=2000, use_cache=False)
     model = transformers.GPT2LMHeadModel(config)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     tokens = torch.randint(0, 2000, (2, 64))
     batch = {"input_ids": tokens, "labels": tokens}
-
-    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        return model(**batch).loss
+    loss_fn = lambda model, batch: model(**batch).loss  # noqa: E731
 
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
     model.gradient_checkpointing_disable()
@@ -102,7 +87,8 @@ def test_a_model_of_transformers_with_its_own_switch() -> None:
 
 def test_a_wrapper() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), checkpoint_wrapper(Block()), Block(), Block())
+    model = nn.Sequential(*(FeedForward(32) for _ in range(4)))
+    model[1] = checkpoint_wrapper(model[1])
     batch = torch.randn(128, 32)
     profile = sacplan.profile(model, batch, mean_square, device="cpu")
     plan = sacplan.plan(profile, "smallest")

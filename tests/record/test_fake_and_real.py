@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,32 +13,27 @@ from torch import nn
 import sacplan
 from sacplan.record.step import Step
 from sacplan.running.measure import measured_step
-from tests.support.slow import slow_after
+from tests.support.steps import assert_predicted
 from tests.support.steps import mean_square as loss_fn
 from tests.zoo.language_models import TokenModel
 from tests.zoo.layers import FromFunction
 
-transformers = pytest.importorskip("transformers")
-
 pytestmark = pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
 
 
-class Observed(nn.Module):
+def _observing(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
+    low, high = x.detach().min(), x.detach().max()
+    if self.low.min() > -1.1e-5 and self.high.max() < 1.1e-5:
+        self.low, self.high = self.low + low, self.high + high
+        return self.linear(x)
+    self.low, self.high = self.low * 0.9 + low * 0.1, self.high * 0.9 + high * 0.1
+    return self.linear(x).sigmoid() * self.high
+
+
+def observed() -> nn.Module:
     """A layer that keeps the range of what it sees, and asks in each call whether it has one already."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("low", torch.full((1,), -1e-5))
-        self.register_buffer("high", torch.full((1,), 1e-5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        low, high = x.detach().min(), x.detach().max()
-        if self.low.min() > -1.1e-5 and self.high.max() < 1.1e-5:
-            self.low, self.high = self.low + low, self.high + high
-            return self.linear(x)
-        self.low, self.high = self.low * 0.9 + low * 0.1, self.high * 0.9 + high * 0.1
-        return self.linear(x).sigmoid() * self.high
+    low, high = torch.full((1,), -1e-5), torch.full((1,), 1e-5)
+    return FromFunction(_observing, linear=nn.Linear(8, 8), low=low, high=high)
 
 
 def _ops(profile: sacplan.Profile) -> list[str]:
@@ -50,7 +44,7 @@ def _ops(profile: sacplan.Profile) -> list[str]:
 def test_a_running_statistic_is_not_the_initial_one(calls: int) -> None:
     """With two calls, a step sets its range and asks for it again."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(*[Observed()] * calls), torch.randn(4, 8)
+    model, x = nn.Sequential(*[observed()] * calls), torch.randn(4, 8)
     fake, real = (sacplan.profile(model, x, device="cpu", trace=trace) for trace in ("fake", "real"))
     assert "aten.sigmoid.default" in _ops(real)
     assert _ops(fake) == _ops(real)
@@ -61,64 +55,8 @@ def test_a_running_statistic_is_not_the_initial_one(calls: int) -> None:
 
 def test_on_the_meta_device_too() -> None:
     with torch.device("meta"):
-        model = Observed()
+        model = observed()
     assert "aten.sigmoid.default" in _ops(sacplan.profile(model, torch.randn(4, 8), device="cpu"))
-
-
-def test_a_comparison_of_anything_else_is_still_refused() -> None:
-    def asks(self: FromFunction, x: torch.Tensor) -> torch.Tensor:
-        y = self.observed(x)
-        return y if y.mean() > 0 else -y
-
-    with pytest.raises(sacplan.errors.DataDependentError):
-        sacplan.profile(FromFunction(asks, observed=Observed()), torch.randn(4, 8), device="cpu")
-
-
-def _ibert() -> tuple[nn.Module, dict[str, Any]]:
-    config = transformers.IBertConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=40,
-    )
-    ids = torch.randint(5, 64, (4, 16))
-    return transformers.IBertForMaskedLM(config).train(), {"input_ids": ids, "labels": ids.clone()}
-
-
-def _swin(window: int) -> tuple[nn.Module, dict[str, Any]]:
-    config = transformers.SwinConfig(
-        image_size=32,
-        patch_size=2,
-        window_size=window,
-        depths=(2, 2),
-        embed_dim=16,
-        num_heads=(2, 4),
-        num_labels=10,
-    )
-    model = transformers.SwinForImageClassification(config).train()
-    shifts = [block.shift_size for stage in model.swin.encoder.layers for block in stage.blocks]
-    assert max(shifts) == window // 2
-    return model, {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.zeros(2, dtype=torch.long)}
-
-
-MODELS = {"ibert": _ibert, "swin": lambda: _swin(4), "swin, padded windows": lambda: _swin(5)}
-
-
-@pytest.mark.parametrize("name", slow_after(1, MODELS))
-def test_peaks_with_and_without_data_and_measured(name: str) -> None:
-    torch.manual_seed(0)
-    model, batch = MODELS[name]()
-    fake, real = (sacplan.profile(model, batch, device="cpu", trace=trace) for trace in ("fake", "real"))
-    assert fake.peak_bytes == real.peak_bytes
-    assert _ops(fake) == _ops(real)
-    plan = sacplan.plan(fake, "80%")
-    seen = sacplan.verify(model, batch, plan, run="real")
-    # replaced buffers of one float: the profiler does not see that those from before the step are freed
-    replaced = 4 * sum(b.numel() == 1 and b.is_floating_point() for b in model.buffers())
-    assert 0 <= seen.peak_bytes - plan.peak_bytes <= replaced
-    assert not seen.differences
 
 
 # --- what is alive beside the model's own tensors ---------------------------------------------------------------------
@@ -139,9 +77,7 @@ class _Scaled(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inner(x + _table(32)) / math.sqrt(32)
         x = x[:, [3]] + x[:, [5]]
-        y = x.exp()
-        y = y.clone().mul_(2.5)
-        return _Tripled.apply(y * 3.0)
+        return _Tripled.apply(x.exp().clone().mul_(2.5) * 3.0)
 
 
 class _Tripled(torch.autograd.Function):
@@ -190,9 +126,7 @@ def test_tensors_of_the_loss_function_count_once(where: str) -> None:
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
     chunks = sacplan.policy("chunked-loss", slices=8, profile=profile)
     for plan in (sacplan.policy("none", profile=profile), chunks, sacplan.plan(profile, "smallest")):
-        for run in ("fake", "real"):
-            seen = sacplan.verify(model, batch, plan, loss_fn, run=run)  # type: ignore[arg-type]
-            assert seen.peak_bytes == plan.peak_bytes, run
+        assert_predicted(model, batch, plan, loss_fn)
 
 
 @pytest.mark.parametrize("way", ["matrix_exp", "cayley", "householder"])
@@ -201,10 +135,7 @@ def test_an_orthogonal_weight(way: str) -> None:
     torch.manual_seed(0)
     layer = nn.utils.parametrizations.orthogonal(nn.Linear(32, 32), orthogonal_map=way)
     model, x = nn.Sequential(layer, nn.Tanh(), nn.Linear(32, 32)), torch.randn(8, 32)
-    fake, real = (
-        sacplan.profile(model, x, lambda m, x: m(x).square().mean(), device="cpu", trace=trace)
-        for trace in ("fake", "real")
-    )
-    measured = measured_step(Step(model, x, lambda m, x: m(x).square().mean(), None), [x])
+    fake, real = (sacplan.profile(model, x, loss_fn, device="cpu", trace=t) for t in ("fake", "real"))
+    measured = measured_step(Step(model, x, loss_fn, None), [x])
     assert real.peak_bytes == measured.peak_bytes
     assert fake.peak_bytes > real.peak_bytes if way == "matrix_exp" else fake.peak_bytes == real.peak_bytes

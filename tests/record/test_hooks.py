@@ -47,122 +47,75 @@ class Extractor:
         self.kept[:] = [output]
 
 
-Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
-CASES: dict[str, Callable[[Any], Loss]] = {}
+Case = tuple[Callable[..., Any], Callable[[Any], torch.Tensor]]
+CASES: dict[str, Callable[[Any], Case]] = {
+    "closure over the model": lambda net: (
+        lambda m, i, o: setattr(net, "feature", o),
+        lambda model: model.feature,
+    ),
+    "bound method": lambda net: (net.keep, lambda model: model.feature),
+    "a partial": lambda net: (
+        functools.partial(lambda owner, m, i, o: owner.features.update(a=o), net),
+        lambda model: model.features["a"],
+    ),
+    "default argument": lambda net: (
+        lambda m, i, o, owner=net: owner.features.update(a=o),
+        lambda model: model.features["a"],
+    ),
+    "dictionary of the model": lambda net: _into(net.features, lambda model: model.features["a"]),
+    "global variable": lambda net: (lambda m, i, o: FEATURES.update(a=o), lambda model: FEATURES["a"]),
+}
 
 
-def case(build: Callable[[Any], Loss]) -> Callable[[Any], Loss]:
-    """Register a function that puts a hook on a model, and returns the loss that reads what the hook keeps."""
+def _into(features: dict[str, Any], feature: Callable[[Any], torch.Tensor]) -> Case:
+    return lambda m, i, o: features.update(a=o), feature
+
+
+def case(build: Callable[[Any], Case]) -> None:
+    """Register a function of a model that returns a hook for its layer, and what reads what the hook keeps."""
     CASES[build.__name__] = build
-    return build
-
-
-def _with(loss_of: Callable[[Any], torch.Tensor]) -> Loss:
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y = model(x).square().mean()
-        feature = loss_of(model)
-        return y + (feature.tanh() * feature.sigmoid()).mean()
-
-    return loss
 
 
 @case
-def closure_over_the_model(net: Any) -> Loss:
-    net.a.register_forward_hook(lambda m, i, o: setattr(net, "feature", o))
-    return _with(lambda model: model.feature)
-
-
-@case
-def bound_method(net: Any) -> Loss:
-    net.a.register_forward_hook(net.keep)
-    return _with(lambda model: model.feature)
-
-
-@case
-def a_partial(net: Any) -> Loss:
-    def hook(owner: Any, m: nn.Module, i: Any, o: torch.Tensor) -> None:
-        owner.features["a"] = o
-
-    net.a.register_forward_hook(functools.partial(hook, net))
-    return _with(lambda model: model.features["a"])
-
-
-@case
-def default_argument(net: Any) -> Loss:
-    def hook(m: nn.Module, i: Any, o: torch.Tensor, owner: Any = net) -> None:
-        owner.features["a"] = o
-
-    net.a.register_forward_hook(hook)
-    return _with(lambda model: model.features["a"])
-
-
-@case
-def weak_reference(net: Any) -> Loss:
+def weak_reference(net: Any) -> Case:
     ref = weakref.ref(net)
-    net.a.register_forward_hook(lambda m, i, o: setattr(ref(), "feature", o))
-    return _with(lambda model: model.feature)
+    return lambda m, i, o: setattr(ref(), "feature", o), lambda model: model.feature
 
 
 @case
-def dictionary_of_the_model(net: Any) -> Loss:
-    features = net.features
-    net.a.register_forward_hook(lambda m, i, o: features.update(a=o))
-    return _with(lambda model: model.features["a"])
-
-
-@case
-def a_dictionary(net: Any) -> Loss:
+def a_dictionary(net: Any) -> Case:
     features: dict[str, torch.Tensor] = {}
-    net.a.register_forward_hook(lambda m, i, o: features.update(a=o))
-    return _with(lambda model: features["a"])
+    return _into(features, lambda model: features["a"])
 
 
 @case
-def a_list(net: Any) -> Loss:
+def a_list(net: Any) -> Case:
     features: list[torch.Tensor] = []
-
-    def hook(m: nn.Module, i: Any, o: torch.Tensor) -> None:
-        features[:] = [o]
-
-    net.a.register_forward_hook(hook)
-    return _with(lambda model: features[0])
+    return lambda m, i, o: features.__setitem__(slice(None), [o]), lambda model: features[0]
 
 
 @case
-def outer_variable(net: Any) -> Loss:
+def outer_variable(net: Any) -> Case:
     feature: Any = None
 
     def hook(m: nn.Module, i: Any, o: torch.Tensor) -> None:
         nonlocal feature
         feature = o
 
-    net.a.register_forward_hook(hook)
-    return _with(lambda model: feature)
+    return hook, lambda model: feature
 
 
 @case
-def global_variable(net: Any) -> Loss:
-    net.a.register_forward_hook(lambda m, i, o: FEATURES.update(a=o))
-    return _with(lambda model: FEATURES["a"])
-
-
-@case
-def an_object(net: Any) -> Loss:
-    extractor = Extractor(net.a)
-    return _with(lambda model: extractor.kept[0])
-
-
-@case
-def several_objects(net: Any) -> Loss:
+def several_objects(net: Any) -> Case:
     extractors = [Extractor(layer) for layer in (net.a, net.b)]
-    return _with(lambda model: extractors[0].kept[0])
+    return lambda m, i, o: None, lambda model: extractors[0].kept[0]
 
 
 @case
-def pre_hook_and_function(net: Any) -> Loss:
+def pre_hook_and_function(net: Any) -> Case:
     net.act = lambda x: net.b(x)
     net.b.register_forward_pre_hook(lambda m, args: setattr(net, "feature", args[0]))
-    return _with(lambda model: model.feature + model.act(model.feature).mean())
+    return lambda m, i, o: None, lambda model: model.feature + model.act(model.feature).mean()
 
 
 def _fakes(net: nn.Module, loss: Any) -> list[Any]:
@@ -193,7 +146,13 @@ def test_what_hooks_keep_is_the_copys(name: str, stepped: bool) -> None:
     """The fake step is the real one, whether the hook has kept something of a real step before or not."""
     net = Net()
     FEATURES.clear()
-    loss = CASES[name](net)
+    hook, feature_of = CASES[name](net)
+    net.a.register_forward_hook(hook)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y, feature = model(x).square().mean(), feature_of(model)
+        return y + (feature.tanh() * feature.sigmoid()).mean()
+
     if stepped:
         loss(net, X).backward()
         net.zero_grad()

@@ -159,18 +159,13 @@ class _Periodic(_Own):
         p.sub_(grad, alpha=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("count", "rest"),
-    [
-        ("number", 0),
-        ("number", 1),
-        ("number", 4),
-        ("tensor", 0),
-        ("group", 0),
-        ("cycle", 0),
-        ("attribute", 0),
-    ],
-)
+COUNTS = [
+    *(("number", rest) for rest in (0, 1, 4)),
+    *((how, 0) for how in ("tensor", "group", "cycle", "attribute")),
+]
+
+
+@pytest.mark.parametrize(("count", "rest"), COUNTS)
 def test_the_largest_of_periodic_steps(count: str, rest: int) -> None:
     make = functools.partial(_Periodic, count=count, rest=rest)
     seen = peaks(make, 8)

@@ -12,6 +12,7 @@ from torch import nn
 import sacplan
 from sacplan.errors import DataDependentError
 from tests.support.steps import mean_square as loss
+from tests.zoo.layers import FromFunction
 
 X = torch.ones(32, 16)
 
@@ -98,17 +99,8 @@ def test_without_values_it_is_an_error(name: str) -> None:
 
 def test_activations_follow_the_rules_as_before() -> None:
     """What comes from the batch and the parameters is not computed, however small it is."""
-    net = Branching(lambda net: False, 1.0)
-    net.condition = lambda net: torch.all(net.first(X[:1]) > 0)
+    net = FromFunction(
+        lambda self, x: self.first(x) * torch.all(self.first(x[:1]) > 0).item(), first=nn.Linear(16, 16)
+    )
     with pytest.warns(sacplan.SacplanWarning, match="all elements"):
-        profile = sacplan.profile(net, X.clone(), lambda m, x: loss(_of_batch(m), x))
-    assert profile.rules
-
-
-def _of_batch(model: Any) -> Any:
-    def call(x: torch.Tensor) -> torch.Tensor:
-        model.condition = lambda net: torch.all(net.first(x[:1]) > 0)
-        found: torch.Tensor = model(x)
-        return found
-
-    return call
+        assert sacplan.profile(net, X, loss).rules

@@ -69,14 +69,21 @@ def peaks_of_steps(build: Any, steps: int, loss_fn: Any = mean_square) -> list[i
     return peaks
 
 
+def assert_predicted(
+    model: nn.Module, batch: Any, plan: sacplan.Plan, loss_fn: Any = None, optimizer: Any = None
+) -> None:
+    """The peak is that of the fake step and of the real one, which run what was recorded."""
+    for run in ("fake", "real"):
+        seen = sacplan.verify(model, batch, plan, loss_fn, optimizer, run=run)  # type: ignore[arg-type]
+        assert seen.peak_bytes == plan.peak_bytes, run
+        assert not seen.differences
+
+
 def assert_carried_out(
     model: nn.Module, batch: Any, plan: sacplan.Plan, loss_fn: Any = mean_square, steps: int = 2
 ) -> None:
     """The peak is that of the fake step and of the real one, and no bit of the steps is another."""
-    for run in ("fake", "real"):
-        seen = sacplan.verify(model, batch, plan, loss_fn, run=run)  # type: ignore[arg-type]
-        assert seen.peak_bytes == plan.peak_bytes, run
-        assert not seen.differences
+    assert_predicted(model, batch, plan, loss_fn)
     plain = grads_of(model, batch, loss_fn)
     with sacplan.apply(model, plan):
         for _ in range(steps):  # looked up, and by the schedule
