@@ -34,10 +34,10 @@ from torch.utils._pytree import tree_map_only
 from benchmarks.harness.command import Parser
 from benchmarks.harness.results import Row, write_results
 from benchmarks.harness.steps import on_one_thread, tensors_of
+from sacplan.device.cost import op_key
 from sacplan.device.kernels import device_kernels
 from sacplan.device.layouts import rule_of
 from sacplan.device.op_kernels import Call
-from sacplan.device.real_ops import op_key
 from sacplan.record.fake_copy import FakeCopier
 from sacplan.record.fake_data import DataRules
 from sacplan.record.fake_rules import needs_an_answer

@@ -16,9 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import sacplan
 from sacplan.device import workspace
-from sacplan.device.cost import is_free
+from sacplan.device.cost import is_free, op_key
 from sacplan.device.op_kernels import Call
-from sacplan.device.real_ops import op_key
 from sacplan.record.step import Step
 from sacplan.running.measure import measured_step
 from sacplan.torch_compat.ops import op_traits, tensors_in
