@@ -52,7 +52,7 @@ class Offloading(Technique):
     def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
         """Return the patch that discards the option's ops, and moves tensors."""
         away: Away = option.remembered
-        return moved(program, away.moves, away.spec.host_bytes, away.base)
+        return moved(program, away.moves, away.spec, away.base)
 
     def decisions(
         self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] | None = None
@@ -92,7 +92,7 @@ class Offloading(Technique):
             *visits_of(program, [one for one in decisions if isinstance(one, OffloadWeight)]),
         ]
         spec = device or resolve_device("cpu")
-        patch = moved(program, moves, spec.host_bytes)
+        patch = moved(program, moves, spec)
         draft = PatchBuilder.continuing(program, patch)
         waits = clocked(draft.ops.__getitem__, draft.stream(), draft.storage_bytes.__getitem__, spec)
         for op, ms in waits.items():
