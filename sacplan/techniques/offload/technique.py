@@ -70,7 +70,8 @@ class Offloading(Technique):
         for _, option in taken:
             away: Away = option.remembered
             unit_of = {op: outer_unit(unit) for op, unit in away.unit_of}
-            for move, anchor, needed in zip(away.moves, away.anchors, away.needed, strict=True):
+            for move, by, needed in zip(away.moves, away.anchors, away.needed, strict=True):
+                anchor = by.op if by else None
                 if isinstance(move, Visit):
                     unit = outer_unit(away.unit)
                     found.append((needed, weight_decision(program, move, anchor, unit_of, unit)))

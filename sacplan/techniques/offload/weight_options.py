@@ -99,15 +99,13 @@ class _Weights(Offloads):
         asked = {s: self.homes[s].asked for s in chosen if self.homes[s].asked >= 0}
         ends = {s: program.scopes[self.homes[s].call].end_op for s in asked}
         fetch, late_back = (self._fetch if early else self._fetch_last)(asked, copies, ends)
-        visits, anchors = [], []
-        for s in chosen:
-            home, at = self.homes[s], fetch.get(s)
-            visits.append(
-                Visit(s, begin[s], home.around, home.call, -1 if at is None else self._anchor_at[at])
-            )
-            anchors.append(None if at is None else self._anchor_op[at])
+        anchors = tuple(fetch.get(s) for s in chosen)
+        visits = [
+            Visit(s, begin[s], self.homes[s].around, self.homes[s].call, a.event if a else -1)
+            for s, a in zip(chosen, anchors, strict=True)
+        ]
         needed_at = tuple(self.homes[s].asked for s in chosen)
-        unit_of = {op: self.unit_of[op] for op in anchors if op is not None}
+        unit_of = {a.op: self.unit_of[a.op] for a in anchors if a}
         total, again = sum(copies.values()), sum(copies[s] for s in asked)
         late = 0.0 if early else total
         begun = min(self._time_at(liveness.entered[v.begin]) for v in visits)
@@ -121,15 +119,13 @@ class _Weights(Offloads):
             members=(),
             technique="offload",
             units=tuple(dict.fromkeys((unit, *unit_of.values()))),
-            remembered=Away(
-                tuple(visits), tuple(anchors), needed_at, tuple(unit_of.items()), unit, self.spec
-            ),
+            remembered=Away(tuple(visits), anchors, needed_at, tuple(unit_of.items()), unit, self.spec),
             # Relative to the first call, so that equal layers have equal signatures.
             signature=tuple(
                 (
                     v.begin - visits[0].call,
                     v.call - visits[0].call,
-                    -1 if a is None else a - first.first_op,
+                    a.op - first.first_op if a else -1,
                     program.storage_bytes[v.storage],
                 )
                 for v, a in zip(visits, anchors, strict=True)
