@@ -118,12 +118,8 @@ class Offloads:
 
     def _find_units(self) -> dict[str, int]:
         """Return the units of the regions, and their calls."""
-        found: dict[str, int] = {}
-        for region in Recomputation().regions(self.step, 1):
-            unit = self._unit_of_region(region)
-            if unit is not None:
-                found[unit] = self.program.calls[unit][0]
-        return found
+        found = map(self._unit_of_region, Recomputation().regions(self.step, 1))
+        return {unit: self.program.calls[unit][0] for unit in found if unit is not None}
 
     def _unit_of_region(self, region: Region) -> str | None:
         """Return the module that runs most of a region's ops and no others, in its only call."""
@@ -307,6 +303,7 @@ class Offloads:
             Move(s, sent[s], let_go[s], a.event if a else -1) for s, a in zip(order, anchors, strict=True)
         ]
         ops = {*sent.values(), *let_go.values(), *(a.op for a in anchors if a)}
+        asked = tuple(needed[s] for s in order)
         unit_of = tuple(sorted((op, self.unit_of[op]) for op in ops))
         again = fsum(self.step.costs[op] for op in gone)
         total = sum(copies.values())
@@ -317,7 +314,6 @@ class Offloads:
         positions = {int(self._op_events[op]) for op in ops} | {behind(program, op) for op in ops}
         positions |= {move.fetch for move in moves if move.fetch >= 0}
         positions |= {self.liveness.entered[scope], self.liveness.exited[scope]}
-        asked = tuple(needed[s] for s in order)
         return Option(
             cost=again + self.step.added_cost(round(late_out + late_back, ROUNDED) + TIE * total),
             kept_bytes=max(0, kept_bytes - sum(program.storage_bytes[s] for s in chosen)),

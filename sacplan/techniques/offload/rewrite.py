@@ -342,18 +342,13 @@ class _Journey:
             self.host = -1
 
     def _run(self, position: int, name: str, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
-        phase, scope = self._where(position)
+        events = self.program.events
+        # In the phase and the module call of the op that ran last.
+        ran = (self.program.ops[events[at][1]] for at in range(position, -1, -1) if events[at][0] == _OP)
+        phase, scope = next(((op.phase, op.scope) for op in ran), (Phase.FORWARD, -1))
         # Without time: how long a wait takes depends on all copies, and is worked out when all are placed.
         op = Op(name, phase, scope, 0.0, 0, 0, reads, writes, (), False)
         self.out.append((_OP, self.draft.ops.add(op)))
-
-    def _where(self, position: int) -> tuple[Phase, int]:
-        """Return the phase and the module call of the op that ran last."""
-        events = self.program.events
-        while position > 0 and events[position][0] != _OP:
-            position -= 1
-        op = self.program.ops[events[position][1]] if events[position][0] == _OP else None
-        return (Phase.FORWARD, -1) if op is None else (op.phase, op.scope)
 
 
 class _Visits(_Journey):

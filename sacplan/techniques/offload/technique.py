@@ -19,7 +19,7 @@ from sacplan.techniques.offload.options import Away, offloads
 from sacplan.techniques.offload.rewrite import Move, Visit, moved
 from sacplan.techniques.offload.sites import decision_of, moves_of
 from sacplan.techniques.offload.timing import clocked
-from sacplan.techniques.offload.weight_options import leaving_bytes, weight_regions
+from sacplan.techniques.offload.weight_options import weight_regions
 from sacplan.techniques.offload.weights import visits_of, weight_decision
 
 
@@ -41,7 +41,9 @@ class Offloading(Technique):
 
     def leaving_bytes(self, step: PlanStep) -> int:
         """Return the bytes of the parameters that may be on the host."""
-        return leaving_bytes(step.outside)
+        regions = weight_regions(step.outside)
+        leaving = {s for region in regions for option in region.options for s in option.reach.storages}
+        return sum(step.program.storage_bytes[s] for s in leaving)
 
     def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
         """Return options in which what the region keeps waits on the host. In inference nothing is kept."""

@@ -33,12 +33,6 @@ def weight_regions(step: PlanStep) -> Sequence[Region]:
     return tuple(_Weights(step, step.device).regions())
 
 
-def leaving_bytes(step: PlanStep) -> int:
-    """Return the bytes of the parameters that may be on the host."""
-    leaving = {s for region in weight_regions(step) for o in region.options for s in o.reach.storages}
-    return sum(step.program.storage_bytes[s] for s in leaving)
-
-
 class _Weights(Offloads):
     """The parameters of a step that may leave, by unit."""
 
@@ -112,7 +106,7 @@ class _Weights(Offloads):
         needed = max(self._time_at(liveness.entered[v.around]) for v in visits)
         positions = {liveness.entered[v.begin] for v in visits} | {v.fetch for v in visits if v.fetch >= 0}
         positions |= {at for v in visits for at in (liveness.entered[v.around], liveness.exited[v.call])}
-        first = program.scopes[visits[0].call]
+        first = program.scopes[visits[0].call].first_op
         return Option(
             cost=self.step.added_cost(round(late + late_back, ROUNDED) + TIE * (total + again)),
             kept_bytes=0,
@@ -125,7 +119,7 @@ class _Weights(Offloads):
                 (
                     v.begin - visits[0].call,
                     v.call - visits[0].call,
-                    a.op - first.first_op if a else -1,
+                    a.op - first if a else -1,
                     program.storage_bytes[v.storage],
                 )
                 for v, a in zip(visits, anchors, strict=True)
