@@ -23,7 +23,7 @@ With ``--offload`` the decisions are others (``harness/mixed_plans.py``), and th
 random options of recompute and offload; of these and chunk, which are compared with the chunks alone, since slices may
 round otherwise; and copies of random tensors to the host at random places. Where the profile is of a fake step, both
 peaks, of the device and of the host, must be those of a fake step with the plan, to the byte. With ``--frozen`` two
-thirds of the parameters are frozen, so that these may wait on the host as well.
+thirds of the parameters are frozen, so that these may wait on the host as well; the file is ``frozen_programs.json``.
 
 A row is a failure; the file also has how many programs and steps were tried, and how many steps were refused.
 """
@@ -458,7 +458,7 @@ def main() -> None:
     torch.set_num_threads(1)
     kinds = OFFLOADING if arguments.offload else KINDS
     if arguments.offload and arguments.json == RESULTS / "random_programs.json":
-        arguments.json = RESULTS / "offload_programs.json"
+        arguments.json = RESULTS / f"{'frozen' if arguments.frozen else 'offload'}_programs.json"
     if arguments.only is not None:
         print(make_program(arguments.only))
         print(run(arguments.only, kinds=kinds, threads=True, frozen=arguments.frozen))

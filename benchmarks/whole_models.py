@@ -19,6 +19,10 @@ Published tokens per second are of other systems in steps of the same model, bat
   .3868 sequences a second, of 1,024 tokens as in ``ds_zero-offload_10B_pretrain_gpt2_model_parallel.sh``.
 - **ZeRO-3** with parameters and optimizer on the host, which is ZeRO-Infinity without NVMe: measured by SlideFormer's
   authors (``bench/DeepSpeed/ds_bench_1024_bf16_on_20260224_211132.csv``).
+- **ZeRO-Infinity**: 45 TFLOP/s for GPT-3 13B on one RTX 4090, in the abstract of Fuyou (arXiv 2403.06504), whose own
+  rate is 156. It does not say the batch, the length, how FLOPs are counted, and what lay on NVMe. Here are 32 sequences
+  of 1,024 tokens, as in ``bench/LoHan/run.sh`` of SlideFormer's repository, six FLOPs for each parameter and token, and
+  nothing on NVMe. SlideFormer's own rates are charts, and we found no others of ZeRO-Infinity on one GPU.
 - **SuperOffload**: "up to 600 TFLOPS (seq len 4K, batch size 4)" for GPT-OSS-20B and Qwen3-14B on a GH200 (DeepSpeed's
   blog), as ``finetune_zero3.py`` counts them, the recomputed forward pass included.
 """
@@ -58,7 +62,7 @@ GH200 = dataclasses.replace(
 )
 """NVIDIA's data sheet, the version with 96 GB. The host updates as fast as GraceAdam in DeepSpeed's blog on
 SuperOffload: eight billion parameters in .608 s, with 28 bytes read and written for each."""
-GPT2_10B = "benchmarks/data/gpt2-10b.json"
+GPT2_10B, GPT3_13B = "benchmarks/data/gpt2-10b.json", "benchmarks/data/gpt3-13b.json"
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,9 @@ MODELS = {
     ),
     "GPT-2 10B, 10 x 1,024 on v100": Whole(
         GPT2_10B, 10, 1024, "v100-32gb", "512GiB", "float16", published=0.3868 * 1024
+    ),
+    "GPT-3 13B, 32 x 1,024 on rtx-4090": Whole(
+        GPT3_13B, 32, 1024, "rtx-4090", "512GiB", published=45e12 / (6 * 12_848_143_360)
     ),
     "Llama-3-8B, 8 x 1,024 on rtx-4090": Whole(
         "meta-llama/Meta-Llama-3-8B", 8, 1024, "rtx-4090", "256GiB", published=913.6

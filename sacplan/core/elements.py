@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -11,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import torch
 
 from sacplan.core.files import Count, MaybeIndex, Milliseconds, Name
 
@@ -127,6 +129,11 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     shape: tuple[Count, ...]
     stride: tuple[Count, ...]
     offset: Count
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * getattr(torch, self.dtype).itemsize  # type: ignore[no-any-return]
 
 
 class Op(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

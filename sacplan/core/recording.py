@@ -70,6 +70,16 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
         return {s: i for i, op in enumerate(self.ops) for s in op.writes}
 
     @cached_property
+    def largest_tensors(self) -> list[tuple[int, int]]:
+        """By storage, the bytes and the index of its largest tensor, not counting expanded ones (stride 0)."""
+        found = [(0, -1)] * len(self.storage_bytes)
+        for i, tensor in enumerate(self.tensors):
+            size = tensor.n_bytes if 0 not in tensor.stride else 0
+            if size > found[tensor.storage][0]:
+                found[tensor.storage] = size, i
+        return found
+
+    @cached_property
     def inside_bytes(self) -> tuple[int, ...]:
         """By op, the bytes while it runs beside those of its arguments and outputs: its workspace.
 

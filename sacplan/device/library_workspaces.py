@@ -5,12 +5,19 @@ step has two: one from the first matrix product of the forward pass on, one from
 pass, which runs on another thread. They stay until the process ends. One stream is assumed; a step that
 multiplies on several has a pair for each. cuBLASLt, which adds a bias to a product, has workspaces of its own.
 
+A plan can change which products come first: ops that run again, and a loss in slices, multiply in the backward pass
+before the recorded step does, and a forward pass may be left without products. So each rewrite places them anew.
+
 From torch 2.15 nothing stays: each product allocates its workspace and frees it
 (``kernel_workspace_bytes`` counts it there). Sizes: ``device/cublas.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import cache
+
+from sacplan.core.derived import derived
 from sacplan.core.program import Event, Patch, Phase, Program, StorageKind
 from sacplan.core.rewriting import PatchBuilder
 from sacplan.device.cublas import (
@@ -22,6 +29,8 @@ from sacplan.device.cublas import (
 )
 from sacplan.device.devices import DeviceSpec
 
+_ALLOC, _OP = int(Event.ALLOC), int(Event.OP)
+
 
 def library_workspaces(program: Program, spec: DeviceSpec, version: tuple[int, int] | None = None) -> Patch:
     """Return the rewrite that adds the workspaces that stay.
@@ -29,27 +38,71 @@ def library_workspaces(program: Program, spec: DeviceSpec, version: tuple[int, i
     They are storages of ``StorageKind.OTHER``, alive from the first product of their thread on (forward and optimizer
     on one, backward on the other). An empty patch where there are none.
     """
-    # On a CPU there are none. From torch 2.15 each product counts its own while it runs.
-    product_bytes, bias_bytes = library_workspace_bytes(spec, version), bias_workspace_bytes(spec, version)
-    if not product_bytes or not workspaces_stay(version):
-        return Patch()
-    draft = PatchBuilder(program)
-    sizes = {"forward": product_bytes, "backward": product_bytes, "bias": bias_bytes}
-    for position, (code, arg) in enumerate(program.events):
-        op = program.ops[arg] if code == Event.OP else None
-        name = op.name.rpartition(".")[0].replace(".", "::") if op is not None else ""
-        if op is None or name not in PRODUCTS:
-            continue
-        used = ["backward" if op.phase == Phase.BACKWARD else "forward"]
-        # None was seen for biased products that run again in the backward pass.
-        if name in WITH_BIAS and used == ["forward"] and len(program.tensors[op.inputs[0]].shape) == 1:
-            used.append("bias")
-        new = [
-            (int(Event.ALLOC), draft.new_storage(spec.round_up(nbytes), StorageKind.OTHER))
-            for use in used
-            if (nbytes := sizes.pop(use, 0))
-        ]
-        if new:
-            # Never freed. Before the product, which is the first to run with it.
-            draft.events[position] = (*new, (code, arg))
+    draft, sizes = PatchBuilder(program), _sizes(spec, version)
+    for position, uses in _first_products(program, *sizes).items():
+        new = [(_ALLOC, draft.new_storage(sizes[use], StorageKind.OTHER)) for use in uses]
+        # Never freed. Before the product, which is the first to run with it.
+        draft.events[position] = (*new, program.events[position])
     return draft.patch()
+
+
+def with_workspaces_moved(program: Program, before: Program, spec: DeviceSpec) -> Program:
+    """Return a rewritten step with the workspaces where its own first products need them.
+
+    Args:
+        program: the rewritten step.
+        before: the step that it was made from, with or without workspaces.
+        spec: the device.
+    """
+    sizes = _sizes(spec, None)
+    there = _in_front(before, *sizes)
+    bytes_of, kinds = before.storage_bytes, before.storage_kinds
+    if there == _in_front(program, *sizes) or not all(
+        code == _ALLOC and kinds[s] == StorageKind.OTHER and bytes_of[s] in sizes.values()
+        for code, s in there
+    ):
+        return program
+    bare = program.with_(Patch(events={program.events.index(each): () for each in there}))
+    return bare.with_(library_workspaces(bare, spec))
+
+
+def _sizes(spec: DeviceSpec, version: tuple[int, int] | None) -> dict[str, int]:
+    """Return the bytes of each workspace that stays, by its use."""
+    found = {use: library_workspace_bytes(spec, version) for use in ("forward", "backward")}
+    found["bias"] = bias_workspace_bytes(spec, version)
+    # On a CPU there are none. From torch 2.15 each product counts its own while it runs.
+    stay = found["forward"] and workspaces_stay(version)
+    return {use: spec.round_up(n_bytes) for use, n_bytes in found.items() if stay and n_bytes}
+
+
+@derived
+def _first_products(program: Program, *uses: str) -> Mapping[int, Sequence[str]]:
+    """Return the events of products that are the first to use a workspace, with these uses."""
+    found: dict[str, int] = {}
+    for position, (code, arg) in enumerate(program.events):
+        if len(found) == len(uses):
+            break
+        if code != _OP or not (name := _product(program.ops[arg].name)):
+            continue
+        op = program.ops[arg]
+        # Ops run again where autograd asks for a value, which may be before the first gradient is computed.
+        in_backward = op.phase == Phase.BACKWARD or op.recomputes >= 0
+        found.setdefault("backward" if in_backward else "forward", position)
+        # None was seen for biased products that run again in the backward pass. Of ops in slices, inputs are unknown.
+        may_add = "bias" in uses and name in WITH_BIAS and not in_backward
+        if may_add and not (op.inputs and len(program.tensors[op.inputs[0]].shape) > 1):
+            found.setdefault("bias", position)
+    return {at: [use for use, first in found.items() if first == at] for at in found.values()}
+
+
+@cache  # there are few names, and a search for plans asks about many programs
+def _product(op_name: str) -> str:
+    """Return the name of an op without its overload if it is a product; else nothing."""
+    name = op_name.rpartition(".")[0].replace(".", "::")
+    return name if name in PRODUCTS else ""
+
+
+def _in_front(program: Program, *uses: str) -> list[tuple[int, int]]:
+    """Return the events right before these products: one for each use."""
+    first = _first_products(program, *uses)
+    return [event for at, found in first.items() for event in program.events[at - len(found) : at]]

@@ -361,7 +361,7 @@ def _sizes(
     If the size of a storage is that of its largest tensor, rounded by the allocator, in both recordings, it is so at
     any size. Interpolating the rounded bytes would be wrong by up to a block. Only other storages are interpolated.
     """
-    whole = [_largest_on(program) for program in (a, b)]
+    whole = [program.largest_tensors for program in (a, b)]
     found = []
     for s, (x, y) in enumerate(zip(a.storage_bytes, b.storage_bytes, strict=True)):
         # Equal in both recordings, as a parameter is: it does not depend on the size.
@@ -374,25 +374,10 @@ def _sizes(
             and t == whole[1][s][1]
             and all(spec.round_up(each[s][0]) == size for each, size in zip(whole, (x, y), strict=True))
         ):
-            found.append(spec.round_up(_bytes(tensors[t])))
+            found.append(spec.round_up(tensors[t].n_bytes))
         else:
             found.append(spec.round_up(max(0, round(line(x, y)))))
     return tuple(found)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return math.prod(tensor.shape) * getattr(torch, tensor.dtype).itemsize  # type: ignore[no-any-return]
-
-
-@derived
-def _largest_on(program: Program) -> list[tuple[int, int]]:
-    """Return by storage the bytes and the index of its largest tensor, not counting expanded ones (stride 0)."""
-    found = [(0, -1)] * len(program.storage_bytes)
-    for i, tensor in enumerate(program.tensors):
-        size = _bytes(tensor) if 0 not in tensor.stride else 0
-        if size > found[tensor.storage][0]:
-            found[tensor.storage] = size, i
-    return found
 
 
 def _op(

@@ -12,6 +12,7 @@ from sacplan.core.decisions import Decision
 from sacplan.core.derived import derived
 from sacplan.core.program import Program
 from sacplan.device.devices import DeviceSpec
+from sacplan.device.library_workspaces import with_workspaces_moved
 from sacplan.errors import PlanError
 from sacplan.techniques.base.regions import Option, Region, units_of
 from sacplan.techniques.base.step import PlanStep
@@ -170,7 +171,8 @@ def _rewritten_by(
     if decisions not in known:
         if len(known) == _KEPT:
             del known[next(iter(known))]
-        known[decisions] = program.with_(technique.patch(program, decisions, device))
+        found = program.with_(technique.patch(program, decisions, device))
+        known[decisions] = found if device is None else with_workspaces_moved(found, program, device)
     return known[decisions]
 
 

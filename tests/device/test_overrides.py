@@ -14,6 +14,8 @@ from torch._subclasses import fake_impls
 from torch.optim import optimizer as torch_optimizer
 
 import sacplan
+from benchmarks.harness.mixed_plans import plan_with
+from sacplan.core.decisions import Chunk
 from sacplan.core.program import Patch, StorageKind
 from sacplan.device import cudnn_rnn
 from sacplan.device import library_workspaces as libraries
@@ -389,6 +391,22 @@ def test_a_profile_counts_them_and_a_plan_keeps_its_promise() -> None:
         result = sacplan.verify(model, batch, plan)
         assert result.peak_bytes == plan.peak_bytes == result.predicted_peak_bytes
         assert result.within_budget
+
+
+@pytest.mark.skipif(not libraries.workspaces_stay(), reason="torch 2.15 keeps no workspaces")
+def test_a_plan_may_change_which_products_come_first() -> None:
+    """What runs again multiplies before gradients do; with a loss in slices, the forward pass may have no product."""
+    scores = nn.Sequential(nn.Embedding(256, 32), nn.LayerNorm(32), nn.Linear(32, 256))
+    step = FromFunction(
+        lambda self, x: F.cross_entropy(self.scores(x).flatten(0, 1), x.flatten()), scores=scores
+    )
+    model, batch = nn.Sequential(step), torch.zeros(2, 48, dtype=torch.long)
+    profile = sacplan.profile(model, batch, device="h100")
+    again = sacplan.policy("full", profile=profile, layers="0")
+    slices = plan_with(profile, [Chunk("0.scores.2", "rest", 8, 1)])
+    for plan in (again, slices):
+        assert plan.peak_bytes == sacplan.verify(model, batch, plan).peak_bytes
+    assert slices.peak_bytes < profile.peak_bytes - 32 * MIB
 
 
 def test_no_workspaces_where_none_stay(monkeypatch: pytest.MonkeyPatch) -> None:

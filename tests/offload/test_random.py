@@ -16,6 +16,7 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with, scattered_plan
+from benchmarks.harness.results import RESULTS, ROOT, read_results
 from benchmarks.harness.steps import on_one_thread
 from benchmarks.random_programs import OFFLOADING, make_program, peaks_of_fake_step, run
 from sacplan.core.decisions import Offload, Site
@@ -34,6 +35,17 @@ copy any more."""
 def test_random_programs(kind: str, seed: int) -> None:
     outcome = on_one_thread(run)(seed, kinds=(kind,), threads=False)
     assert not outcome.failures
+
+
+@pytest.mark.parametrize("name", ["offload_programs", "frozen_programs"])
+def test_what_is_said_of_the_committed_runs(name: str) -> None:
+    about, failures = read_results(RESULTS / f"{name}.json")
+    total = about["total"]
+    assert (total["failed"], failures) == (0, [])
+    assert (total["offloaded_weights"] > 0) == about["frozen"]
+    page = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
+    assert f"`{name}.json`" in page
+    assert f"of {total['programs']:,} programs each, none failed" in page
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,10 @@ from benchmarks.harness.plans import as_budget, budget_at
 from benchmarks.harness.streams import fake_step, noted_streams, planned_ms, simulated, simulated_ms
 from benchmarks.models.cases import Case
 from sacplan.device.links import LINKS, Link
+from tests.offload.test_trained_weights import OPTIMIZER
+from tests.offload.test_trained_weights import TOKENS as TRAINED_TOKENS
+from tests.offload.test_trained_weights import Net as Trained
+from tests.offload.test_weights import KINDS, TOKENS
 from tests.support.slow import slow_after
 from tests.support.steps import mean_square
 from tests.zoo import language_models
@@ -55,23 +59,29 @@ CASES: dict[str, Callable[[], Case]] = {
     "lstm": lambda: Case(lstm(), torch.randn(32, 128, 64), mean_square),
     "cnn": lambda: Case(CNN(), torch.randn(64, 4, 8, 8), mean_square),
 }
+OF_WEIGHTS: dict[str, Callable[[], Case]] = {
+    "frozen": lambda: Case(KINDS["tied"](), TOKENS, mean_square),
+    "in 8 bits": lambda: Case(KINDS["int8"](), TOKENS, mean_square),
+    "in 4 bits": lambda: Case(KINDS["nf4"](), TOKENS, mean_square),
+    "trained": lambda: Case(Trained(), TRAINED_TOKENS, mean_square, OPTIMIZER),
+}
 
 
 @functools.cache
 def profile_of(name: str, link: str) -> tuple[Case, sacplan.Profile]:
     torch.manual_seed(0)
-    case = CASES[name]()
+    case = (CASES | OF_WEIGHTS)[name]()
     spec = dataclasses.replace(
         sacplan.DeviceSpec.of("h100 without workspaces"), host_link=LINKS_OF_CASES[link]
     )
-    return case, sacplan.profile(case.model, case.batch, case.loss_fn, device=spec)
+    return case, sacplan.profile(case.model, case.batch, case.loss_fn, case.optimizer, device=spec)
 
 
 def assert_as_simulated(case: Case, profile: sacplan.Profile, plan: sacplan.Plan) -> None:
     seen, ms = simulated(case, plan, profile.spec)
     # Both add up the same times, in another order.
     assert planned_ms(profile, plan) == pytest.approx(ms, rel=1e-9)
-    assert seen.peak_bytes == plan.peak_bytes
+    assert (seen.peak_bytes, seen.program.footprint.host_peak_bytes) == (plan.peak_bytes, plan.host_bytes)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +117,21 @@ def test_at_random_places(name: str, link: str) -> None:
     assert plan.offloaded
     assert_as_simulated(case, profile, plan)
     assert_as_simulated(case, profile, mixed_plan(profile, draw, ("recompute", "offload")))
+
+
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+@pytest.mark.parametrize("link", slow_after(1, ["busy", "PCIe 5.0", "far"]))
+def test_where_weights_leave(name: str, link: str) -> None:
+    """With weights and activations on the link, searched for and drawn, few of which are early enough."""
+    case, profile = profile_of(name, link)
+    both = ("recompute", "offload")
+    plans = [sacplan.plan(profile, "smallest", "greedy", techniques=both)]
+    plans += [mixed_plan(profile, random.Random(seed), both) for seed in range(2)]
+    for plan in plans:
+        assert plan.offloaded_weights
+        assert any(one.trained for one in plan.offloaded_weights) or name != "trained"
+        assert plan.added_ms > 0
+        assert_as_simulated(case, profile, plan)
 
 
 def test_a_busy_link_is_waited_for() -> None:

@@ -137,6 +137,17 @@ def test_predicted_is_fake_is_measured_and_bits_are_equal(kind: str, techniques:
         assert all(map(bit_equal, wanted, found))
 
 
+def test_small_tensors_take_no_block_of_the_device_on_the_host() -> None:
+    """Pinned memory comes in powers of two, from one byte on; the device's allocator rounds up to 512."""
+    model = Net(width=8, blocks=2)
+    profile = sacplan.profile(model, TOKENS, mean_square, SGD, device="h100")
+    plan = sacplan.plan(profile, "smallest", "greedy", techniques=("offload",))
+    assert any(one.parameter.endswith("norm.weight") for one in plan.offloaded_weights)
+    assert plan.host_bytes == sacplan.verify(model, TOKENS, plan, mean_square, SGD).host_bytes
+    one = next(one for one in plan.offloaded_weights if one.parameter == "blocks.0.norm.weight")
+    assert plan_with(profile, [one]).host_bytes == 32
+
+
 class Hides(torch.autograd.Function):
     """Keeps a weight in an object of its own, as LLM.int8 does."""
 

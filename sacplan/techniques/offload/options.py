@@ -22,7 +22,9 @@ from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from math import fsum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,15 +46,14 @@ SMALLEST = 1 / 64  # share of a region's largest tensor: smaller ones stay
 TIE = 1e-3  # price of a copy that nobody waits for, as a share of its time: what need not be copied stays
 ROUNDED = 9  # digits of a wait in ms: sums of times would tell equal layers apart in their last bits
 
-_STAY = frozenset(
-    (
-        StorageKind.PARAMETER,
-        StorageKind.BUFFER,
-        StorageKind.GRADIENT,
-        StorageKind.OPTIMIZER_STATE,
-        StorageKind.HOST,
-    )
-)
+_MAY_GO = (StorageKind.ACTIVATION, StorageKind.TEMPORARY, StorageKind.OTHER)
+
+
+class Anchor(NamedTuple):
+    """The event at which autograd asks for a weight, which begins copies back, and the op whose weight it is."""
+
+    event: int
+    op: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Away:
 
     Attributes:
         moves: the storages; those of activations in the order in which they are needed again.
-        anchors: by move, the op whose weight's being asked for begins the copy back.
+        anchors: by move, what begins the copy back; None if only the need does.
         needed: by move, the event at which it is needed again; -1 if it is not.
         unit_of: the unit in which each op of the moves is seen.
         unit: the unit of the option.
@@ -70,12 +71,16 @@ class Away:
     """
 
     moves: tuple[Move | Visit, ...]
-    anchors: tuple[int | None, ...]
+    anchors: tuple[Anchor | None, ...]
     needed: tuple[int, ...]
     unit_of: tuple[tuple[int, str], ...]
     unit: str
     spec: DeviceSpec
     base: Patch | None = None
+
+
+Fetches = dict[int, Anchor | None]
+"""By storage, what begins its copy back; None: the need."""
 
 
 class Offloads:
@@ -101,8 +106,7 @@ class Offloads:
         anchors: dict[int, int] = {}
         for unit in self.units:
             anchors.update({at: op for at, op in weights_asked_for(program, unit).items() if op not in kept})
-        self._anchor_at = sorted(anchors)
-        self._anchor_op = [anchors[at] for at in self._anchor_at]
+        self._anchors = sorted(starmap(Anchor, anchors.items()))
         self._handles: dict[int, list[int]] = defaultdict(list)
         for handle, storage in enumerate(program.handle_storages):
             self._handles[storage].append(handle)
@@ -114,12 +118,8 @@ class Offloads:
 
     def _find_units(self) -> dict[str, int]:
         """Return the units of the regions, and their calls."""
-        found: dict[str, int] = {}
-        for region in Recomputation().regions(self.step, 1):
-            unit = self._unit_of_region(region)
-            if unit is not None:
-                found[unit] = self.program.calls[unit][0]
-        return found
+        found = map(self._unit_of_region, Recomputation().regions(self.step, 1))
+        return {unit: self.program.calls[unit][0] for unit in found if unit is not None}
 
     def _unit_of_region(self, region: Region) -> str | None:
         """Return the module that runs most of a region's ops and no others, in its only call."""
@@ -231,7 +231,7 @@ class Offloads:
                 and maker is not None
                 and maker not in pinned
                 and program.ops[maker].phase == Phase.FORWARD
-                and program.storage_kinds[s] not in _STAY
+                and program.storage_kinds[s] in _MAY_GO
                 and s not in liveness.outlives_forward
                 and s not in program.overwritten
                 and all(s != resized for resized, _, _ in program.resizes)
@@ -297,14 +297,13 @@ class Offloads:
         needed = self._needed(chosen, gone, patch)
         let_go, late_out = self._let_go(needed, copies, sent, latest)
         fetch, late_back = (self._fetch if early else self._fetch_last)(needed, copies, sent)
-        moves, anchors = [], []
-        for s in sorted(chosen, key=needed.__getitem__):
-            at = fetch[s]
-            moves.append(Move(s, sent[s], let_go[s], -1 if at is None else self._anchor_at[at]))
-            anchors.append(None if at is None else self._anchor_op[at])
-        ops = {op for move in moves for op in (move.sent, move.let_go)} | {
-            op for op in anchors if op is not None
-        }
+        order = sorted(chosen, key=needed.__getitem__)
+        anchors = tuple(fetch[s] for s in order)
+        moves = [
+            Move(s, sent[s], let_go[s], a.event if a else -1) for s, a in zip(order, anchors, strict=True)
+        ]
+        ops = {*sent.values(), *let_go.values(), *(a.op for a in anchors if a)}
+        asked = tuple(needed[s] for s in order)
         unit_of = tuple(sorted((op, self.unit_of[op]) for op in ops))
         again = fsum(self.step.costs[op] for op in gone)
         total = sum(copies.values())
@@ -315,7 +314,6 @@ class Offloads:
         positions = {int(self._op_events[op]) for op in ops} | {behind(program, op) for op in ops}
         positions |= {move.fetch for move in moves if move.fetch >= 0}
         positions |= {self.liveness.entered[scope], self.liveness.exited[scope]}
-        asked = tuple(needed[move.storage] for move in moves)
         return Option(
             cost=again + self.step.added_cost(round(late_out + late_back, ROUNDED) + TIE * total),
             kept_bytes=max(0, kept_bytes - sum(program.storage_bytes[s] for s in chosen)),
@@ -323,14 +321,14 @@ class Offloads:
             technique="offload",
             also=(Recomputation.name,),
             units=tuple(dict.fromkeys((unit, *(found for _, found in unit_of)))),
-            remembered=Away(tuple(moves), tuple(anchors), asked, unit_of, unit, self.spec, patch),
+            remembered=Away(tuple(moves), anchors, asked, unit_of, unit, self.spec, patch),
             # Ops are numbered from the unit's first one, so that equal layers have equal signatures.
             signature=tuple(
                 (
                     m.sent - first,
                     place_of(program, m.sent, m.storage),
                     m.let_go - first,
-                    -1 if a is None else a - first,
+                    a.op - first if a else -1,
                     program.storage_bytes[m.storage],
                 )
                 for m, a in zip(moves, anchors, strict=True)
@@ -343,9 +341,9 @@ class Offloads:
             ),
         )
 
-    def _back(self, needed: dict[int, int], fetch: dict[int, int | None], link_ms: float) -> Copies:
+    def _back(self, needed: dict[int, int], fetch: Fetches, link_ms: float) -> Copies:
         """Return copies back between the anchors at which they begin and the events at which they are needed."""
-        begins = (needed[s] if at is None else self._anchor_at[at] for s, at in fetch.items())
+        begins = (a.event if a else needed[s] for s, a in fetch.items())
         times = self._time_at(min(begins)), self._time_at(max(needed.values()))
         return Copies("back", *times, max(0.0, link_ms))
 
@@ -374,45 +372,37 @@ class Offloads:
 
     def _fetch(
         self, needed: dict[int, int], copies: dict[int, float], sent: dict[int, int]
-    ) -> tuple[dict[int, int | None], float]:
+    ) -> tuple[Fetches, float]:
         """Return by storage the anchor at which its copy back begins, and how long computation waits for it."""
-        found: dict[int, int | None] = {}
+        found: Fetches = {}
         begins, late = float("inf"), 0.0
         # Backwards in time: a copy has to be over when its tensor is needed and when the next copy begins, so
         # it begins as late as both allow.
         for s in sorted(needed, key=needed.__getitem__, reverse=True):
             begins = min(self._time_at(needed[s]), begins) - copies[s]
-            at = bisect_right(self._anchor_at, begins, key=self._time_at) - 1
+            before = bisect_left(self._anchors, (needed[s],))
+            early = bisect_right(self._anchors, begins, key=lambda a: self._time_at(a.event))
             # If neither the copy nor the ops take time, the clock alone may choose an anchor behind the need.
-            while at >= 0 and self._anchor_at[at] >= needed[s]:
-                at -= 1
-            # An op that runs before the one at which the tensor is sent cannot know of it.
-            usable = at >= 0 and self._anchor_op[at] >= sent[s]
-            if not usable:  # as early as the backward pass allows
-                earlier = [
-                    i for i in range(bisect_left(self._anchor_at, needed[s])) if self._anchor_op[i] >= sent[s]
-                ]
-                found[s] = earlier[0] if earlier else None
-                there = self._time_at(needed[s] if found[s] is None else self._anchor_at[earlier[0]])
-                late = max(late, there - begins)
-            else:
-                found[s] = at
+            found[s] = self._known(min(before, early) - 1, sent[s])
+            if found[s] is None:  # as early as the backward pass allows
+                first = found[s] = next((a for a in self._anchors[:before] if a.op >= sent[s]), None)
+                late = max(late, self._time_at(first.event if first else needed[s]) - begins)
         return found, late
+
+    def _known(self, at: int, sent: int) -> Anchor | None:
+        """Return an anchor, unless its op runs before the one at which a tensor is sent, and cannot know of it."""
+        return self._anchors[at] if at >= 0 and self._anchors[at].op >= sent else None
 
     def _fetch_last(
         self, needed: dict[int, int], copies: dict[int, float], sent: dict[int, int]
-    ) -> tuple[dict[int, int | None], float]:
+    ) -> tuple[Fetches, float]:
         """Return the same if each copy back begins at the last anchor before its tensor is needed."""
-        found: dict[int, int | None] = {}
+        found: Fetches = {}
         free, late = 0.0, 0.0
         for s in sorted(needed, key=needed.__getitem__):
-            at = bisect_left(self._anchor_at, needed[s]) - 1
-            # An op that runs before the one at which the tensor is sent cannot know of it.
-            usable = at >= 0 and self._anchor_op[at] >= sent[s]
-            found[s] = at if usable else None
-            there = self._time_at(needed[s])
-            free = max(free, self._time_at(self._anchor_at[at]) if usable else there) + copies[s]
-            late = max(late, free - there)
+            last = found[s] = self._known(bisect_left(self._anchors, (needed[s],)) - 1, sent[s])
+            free = max(free, self._time_at(last.event if last else needed[s])) + copies[s]
+            late = max(late, free - self._time_at(needed[s]))
         return found, late
 
     def _needed(self, chosen: Sequence[int], gone: frozenset[int], patch: Patch) -> dict[int, int]:

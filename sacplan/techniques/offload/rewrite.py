@@ -1,7 +1,7 @@
 """Offloading as a rewrite: tensors that are kept for the backward pass are away from the device in between.
 
     move = Move(storage, sent=17, let_go=40, fetch=9120)
-    program.with_(moved(program, [move], spec.host_bytes))
+    program.with_(moved(program, [move], spec))
 
 It follows the executor (``executor/parcels.py``) rule for rule:
 
@@ -25,7 +25,7 @@ A rewrite is local: it looks at the events of the storages that move, and at the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -33,6 +33,7 @@ from msgspec.structs import replace
 from sacplan.core.derived import derived
 from sacplan.core.program import Event, Op, Patch, Phase, Program, StorageKind
 from sacplan.core.rewriting import PatchBuilder
+from sacplan.device.devices import DeviceSpec
 
 _ALLOC, _FREE, _OP, _PACK, _RELEASE, _UNPACK, _DROP, _ENTER, _EXIT, _ = map(int, Event)
 
@@ -83,7 +84,7 @@ class Visit(NamedTuple):
 def moved(
     program: Program,
     moves: Iterable[Move | Visit],
-    host_bytes: Callable[[int], int],
+    spec: DeviceSpec,
     base: Patch | None = None,
 ) -> Patch:
     """Return the patch that moves storages to the host and back.
@@ -91,7 +92,7 @@ def moved(
     Args:
         program: the step.
         moves: what moves, and when.
-        host_bytes: rounds up as the allocator of the host's memory does.
+        spec: the device.
         base: what another technique does to the same program. The result does both.
     """
     draft = PatchBuilder(program) if base is None else PatchBuilder.continuing(program, base)
@@ -99,7 +100,7 @@ def moved(
     concerned = _concerned(program, base)
     for move in moves:
         journey = _Journey if isinstance(move, Move) else _Visits
-        journey(program, draft, move, host_bytes).write(concerned.get(move.storage, ()))
+        journey(program, draft, move, spec).write(concerned.get(move.storage, ()))
     return draft.patch()
 
 
@@ -163,13 +164,15 @@ class _Journey:
 
     frees_host = True
 
-    def __init__(
-        self, program: Program, draft: PatchBuilder, move: Any, host_bytes: Callable[[int], int]
-    ) -> None:
+    def __init__(self, program: Program, draft: PatchBuilder, move: Any, spec: DeviceSpec) -> None:
         self.program = program
         self.draft = draft
         self.move = move
-        self.host_bytes = host_bytes
+        n_bytes = program.storage_bytes[move.storage]
+        # A tensor that is smaller than a block of the device takes no more than itself on the host.
+        if n_bytes == spec.round_up(1):
+            n_bytes = program.largest_tensors[move.storage][0] or n_bytes
+        self.host_bytes = spec.host_bytes(n_bytes)
         write = last_writes(program).get(move.storage, -1)
         self.written = int(program.liveness.op_events[write]) if write >= 0 else -1
         self.held: dict[int, None] = {}  # handles on the storage, until it is let go of
@@ -290,8 +293,7 @@ class _Journey:
         return self.draft.handle_ops[handle] < 0 and self.draft.handle_tensors[handle] < 0
 
     def _send(self, position: int) -> None:
-        n_bytes = self.host_bytes(self.program.storage_bytes[self.move.storage])
-        self.host = self.draft.new_storage(n_bytes, StorageKind.HOST)
+        self.host = self.draft.new_storage(self.host_bytes, StorageKind.HOST)
         self._run(position, TO_HOST, (self.move.storage,), (self.host,))
 
     def _let_go(self, position: int) -> None:
@@ -340,18 +342,13 @@ class _Journey:
             self.host = -1
 
     def _run(self, position: int, name: str, reads: tuple[int, ...], writes: tuple[int, ...]) -> None:
-        phase, scope = self._where(position)
+        events = self.program.events
+        # In the phase and the module call of the op that ran last.
+        ran = (self.program.ops[events[at][1]] for at in range(position, -1, -1) if events[at][0] == _OP)
+        phase, scope = next(((op.phase, op.scope) for op in ran), (Phase.FORWARD, -1))
         # Without time: how long a wait takes depends on all copies, and is worked out when all are placed.
         op = Op(name, phase, scope, 0.0, 0, 0, reads, writes, (), False)
         self.out.append((_OP, self.draft.ops.add(op)))
-
-    def _where(self, position: int) -> tuple[Phase, int]:
-        """Return the phase and the module call of the op that ran last."""
-        events = self.program.events
-        while position > 0 and events[position][0] != _OP:
-            position -= 1
-        op = self.program.ops[events[position][1]] if events[position][0] == _OP else None
-        return (Phase.FORWARD, -1) if op is None else (op.phase, op.scope)
 
 
 class _Visits(_Journey):
@@ -369,7 +366,7 @@ class _Visits(_Journey):
         liveness = program.liveness
         n_bytes, kind = program.storage_bytes[move.storage], program.storage_kinds[move.storage]
         draft.storage_kinds[move.storage] = StorageKind.HOST
-        draft.storage_bytes[move.storage] = self.host_bytes(n_bytes)
+        draft.storage_bytes[move.storage] = self.host_bytes
         self.host = move.storage
         first = draft.new_storage(n_bytes, kind)
         begin, enter = liveness.entered[move.begin], liveness.entered[move.around]

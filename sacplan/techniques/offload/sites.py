@@ -218,12 +218,4 @@ def decision_of(
     tensor = place_of(program, move.sent, move.storage)
     if sent is None or let_go is None or tensor is None:
         return None
-    return Offload(
-        unit=sent.unit,
-        op=sent.op,
-        occurrence=sent.occurrence,
-        place=sent.place,
-        tensor=tensor,
-        let_go=let_go,
-        fetch=seen_weight(program, anchor, unit_of),
-    )
+    return Offload(*sent, tensor=tensor, let_go=let_go, fetch=seen_weight(program, anchor, unit_of))

@@ -19,7 +19,7 @@ from sacplan.techniques.offload.options import Away, offloads
 from sacplan.techniques.offload.rewrite import Move, Visit, moved
 from sacplan.techniques.offload.sites import decision_of, moves_of
 from sacplan.techniques.offload.timing import clocked
-from sacplan.techniques.offload.weight_options import leaving_bytes, weight_regions
+from sacplan.techniques.offload.weight_options import weight_regions
 from sacplan.techniques.offload.weights import visits_of, weight_decision
 
 
@@ -41,7 +41,9 @@ class Offloading(Technique):
 
     def leaving_bytes(self, step: PlanStep) -> int:
         """Return the bytes of the parameters that may be on the host."""
-        return leaving_bytes(step.outside)
+        regions = weight_regions(step.outside)
+        leaving = {s for region in regions for option in region.options for s in option.reach.storages}
+        return sum(step.program.storage_bytes[s] for s in leaving)
 
     def options(self, step: PlanStep, region: Region) -> Sequence[Option]:
         """Return options in which what the region keeps waits on the host. In inference nothing is kept."""
@@ -52,7 +54,7 @@ class Offloading(Technique):
     def option_patch(self, program: Program, region: Region, option: Option) -> Patch:
         """Return the patch that discards the option's ops, and moves tensors."""
         away: Away = option.remembered
-        return moved(program, away.moves, away.spec.host_bytes, away.base)
+        return moved(program, away.moves, away.spec, away.base)
 
     def decisions(
         self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] | None = None
@@ -70,7 +72,8 @@ class Offloading(Technique):
         for _, option in taken:
             away: Away = option.remembered
             unit_of = {op: outer_unit(unit) for op, unit in away.unit_of}
-            for move, anchor, needed in zip(away.moves, away.anchors, away.needed, strict=True):
+            for move, by, needed in zip(away.moves, away.anchors, away.needed, strict=True):
+                anchor = by.op if by else None
                 if isinstance(move, Visit):
                     unit = outer_unit(away.unit)
                     found.append((needed, weight_decision(program, move, anchor, unit_of, unit)))
@@ -92,7 +95,7 @@ class Offloading(Technique):
             *visits_of(program, [one for one in decisions if isinstance(one, OffloadWeight)]),
         ]
         spec = device or resolve_device("cpu")
-        patch = moved(program, moves, spec.host_bytes)
+        patch = moved(program, moves, spec)
         draft = PatchBuilder.continuing(program, patch)
         waits = clocked(draft.ops.__getitem__, draft.stream(), draft.storage_bytes.__getitem__, spec)
         for op, ms in waits.items():

@@ -33,12 +33,6 @@ def weight_regions(step: PlanStep) -> Sequence[Region]:
     return tuple(_Weights(step, step.device).regions())
 
 
-def leaving_bytes(step: PlanStep) -> int:
-    """Return the bytes of the parameters that may be on the host."""
-    leaving = {s for region in weight_regions(step) for o in region.options for s in o.reach.storages}
-    return sum(step.program.storage_bytes[s] for s in leaving)
-
-
 class _Weights(Offloads):
     """The parameters of a step that may leave, by unit."""
 
@@ -99,37 +93,33 @@ class _Weights(Offloads):
         asked = {s: self.homes[s].asked for s in chosen if self.homes[s].asked >= 0}
         ends = {s: program.scopes[self.homes[s].call].end_op for s in asked}
         fetch, late_back = (self._fetch if early else self._fetch_last)(asked, copies, ends)
-        visits, anchors = [], []
-        for s in chosen:
-            home, at = self.homes[s], fetch.get(s)
-            visits.append(
-                Visit(s, begin[s], home.around, home.call, -1 if at is None else self._anchor_at[at])
-            )
-            anchors.append(None if at is None else self._anchor_op[at])
+        anchors = tuple(fetch.get(s) for s in chosen)
+        visits = [
+            Visit(s, begin[s], self.homes[s].around, self.homes[s].call, a.event if a else -1)
+            for s, a in zip(chosen, anchors, strict=True)
+        ]
         needed_at = tuple(self.homes[s].asked for s in chosen)
-        unit_of = {op: self.unit_of[op] for op in anchors if op is not None}
+        unit_of = {a.op: self.unit_of[a.op] for a in anchors if a}
         total, again = sum(copies.values()), sum(copies[s] for s in asked)
         late = 0.0 if early else total
         begun = min(self._time_at(liveness.entered[v.begin]) for v in visits)
         needed = max(self._time_at(liveness.entered[v.around]) for v in visits)
         positions = {liveness.entered[v.begin] for v in visits} | {v.fetch for v in visits if v.fetch >= 0}
         positions |= {at for v in visits for at in (liveness.entered[v.around], liveness.exited[v.call])}
-        first = program.scopes[visits[0].call]
+        first = program.scopes[visits[0].call].first_op
         return Option(
             cost=self.step.added_cost(round(late + late_back, ROUNDED) + TIE * (total + again)),
             kept_bytes=0,
             members=(),
             technique="offload",
             units=tuple(dict.fromkeys((unit, *unit_of.values()))),
-            remembered=Away(
-                tuple(visits), tuple(anchors), needed_at, tuple(unit_of.items()), unit, self.spec
-            ),
+            remembered=Away(tuple(visits), anchors, needed_at, tuple(unit_of.items()), unit, self.spec),
             # Relative to the first call, so that equal layers have equal signatures.
             signature=tuple(
                 (
                     v.begin - visits[0].call,
                     v.call - visits[0].call,
-                    -1 if a is None else a - first.first_op,
+                    a.op - first if a else -1,
                     program.storage_bytes[v.storage],
                 )
                 for v, a in zip(visits, anchors, strict=True)
