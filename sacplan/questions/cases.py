@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeAlias
 from sacplan.core.decisions import Decision
 from sacplan.core.derived import derived
 from sacplan.core.liveness import bytes_at_ops
-from sacplan.core.program import Phase, Program
+from sacplan.core.program import Phase, Program, StorageKind
 from sacplan.core.progress import begins, is_known
 from sacplan.device.device_memory import reserved_bytes, retries_within
 from sacplan.planning.candidate import Candidate
@@ -176,9 +176,8 @@ class Case:
         program = self.step.program
         # What is there before the step and is neither parameter nor buffer is taken for the batch. Nobody frees
         # gradients, so parameters, buffers, gradients and the batch are what is left at the end.
-        batch = sum(
-            program.storage_bytes[s] for s in program.initial if program.storage_kinds[s].name == "OTHER"
-        )
+        others = (s for s in program.initial if program.storage_kinds[s] == StorageKind.OTHER)
+        batch = sum(map(program.storage_bytes.__getitem__, others))
         leaving = leaving_bytes(self.step, way.techniques)
         constant = self.step.baseline.end_bytes - batch - leaving + self.state_bytes
         return max(constant, self._update_peak_bytes(way)) <= self.room.n_bytes
@@ -404,12 +403,9 @@ def _planner(step: Profile, way: Way, left: int) -> Planner:
     planner = _request(way).planner(step)
     # A planner contains those of fewer techniques. That of "plan" has been asked the same already.
     known = planner if way == PLAN else _planner(step, PLAN, left)
-    if (
-        set(known.techniques) < set(planner.techniques)
-        and known.basis.recorded.key == planner.basis.recorded.key
-    ):
-        return planner.that_knows(known)
-    return planner
+    is_wider = set(known.techniques) < set(planner.techniques)
+    is_same = known.basis.recorded.key == planner.basis.recorded.key
+    return planner.that_knows(known) if is_wider and is_same else planner
 
 
 def _nearest(step: Profile, way: Way, left: int) -> _Choice:

@@ -290,10 +290,8 @@ class Verdict:
             names, more = self.larger_devices[:_SHOWN_DEVICES], len(self.larger_devices[_SHOWN_DEVICES:])
             larger = f"{', '.join(names)}{f' and {more} larger ones' if more else ''}"
             holding = f"GPUs that hold the smallest of these: {larger}."
-            return (
-                holding if names else "No GPU in the table holds it.",
-                f"Over several devices: devices={2 * self.devices} of fit (--devices).",
-            )
+            holding = holding if names else "No GPU in the table holds it."
+            return holding, f"Over several devices: devices={2 * self.devices} of fit (--devices)."
         if self.fits_plainly:
             return ("No plan is needed.",)
         return (f"Use {self.recommended.name}.",)
