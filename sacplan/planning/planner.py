@@ -169,8 +169,8 @@ class Searches:
         for search in reversed(self.of(names)):  # with offers first: it usually reaches the smaller peak
             floor_bytes, lowest = search.context.floor_bytes, min(map(smallest_bytes, self.of(names)))
             enough = max(budget_bytes, int((1 + NEAR) * floor_bytes) if roughly else 0)
-            # One whose floor is not below what another has reached is not asked.
-            if self.own_solvers(names) or floor_bytes < lowest:
+            # For a rough answer, one whose floor is not below what another has reached is not asked.
+            if not roughly or self.own_solvers(names) or floor_bytes < lowest:
                 search.minimise(self._solvers(names, search), enough)
             if smallest_bytes(search) <= budget_bytes:
                 break
