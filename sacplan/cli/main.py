@@ -8,10 +8,10 @@ import warnings
 
 from sacplan.cli import interrupts
 
-_BETWEEN_COLLECTIONS = 200_000, 20, 50
+_BETWEEN_COLLECTIONS = 1_000_000, 20, 50
 """Thresholds of the garbage collector for its three generations.
 
-With Python's defaults it scans the modules of PyTorch and transformers many times while they are imported.
+Importing PyTorch and transformers makes some 700,000 objects, which Python's defaults scan many times.
 """
 
 

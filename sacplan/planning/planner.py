@@ -33,13 +33,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, combinations
 
 from sacplan.core.program import Phase
 from sacplan.errors import PlanError
 from sacplan.planning.basis import Basis
 from sacplan.planning.candidate import Candidate
-from sacplan.planning.search import PlanSearch
+from sacplan.planning.search import NEAR, PlanSearch
 from sacplan.solvers.rotor.sequences import Rotor
 from sacplan.solvers.solvers import Solver
 from sacplan.techniques.base.technique import StepSolver
@@ -167,10 +168,14 @@ class Searches:
                 if search.above_bound(budget_bytes)[0] <= _OPTIMAL:
                     break
 
-    def minimise(self, names: Names, budget_bytes: int) -> None:
-        """Look for the smallest peak, up to one that holds a budget."""
+    def minimise(self, names: Names, budget_bytes: int, *, roughly: bool = False) -> None:
+        """Look for the smallest peak, up to one that holds a budget; ``roughly``: or one that is near the floor."""
         for search in reversed(self.of(names)):  # with offers first: it usually reaches the smaller peak
-            search.minimise(self._solvers(names, search), budget_bytes)
+            floor_bytes, lowest = search.context.floor_bytes, min(map(smallest_bytes, self.of(names)))
+            enough = max(budget_bytes, int((1 + NEAR) * floor_bytes) if roughly else 0)
+            # For a rough answer, one whose floor is not below what another has reached is not asked.
+            if not roughly or self.own_solvers(names) or floor_bytes < lowest:
+                search.minimise(self._solvers(names, search), enough)
             if smallest_bytes(search) <= budget_bytes:
                 break
 
@@ -289,11 +294,13 @@ class Planner:
 
         Args:
             budget_bytes: No smaller peak is looked for.
-            quick: Ask only the searches that there are, and not what else techniques could do about the peak.
+            quick: Ask only the searches that there are, and not what else techniques could do about the peak. Without
+                a budget, a peak near the floor is small enough.
         """
+        roughly = partial(self.searches.minimise, roughly=not budget_bytes)
         for names in self._asked(quick=quick):
             if self._may_gain(names, budget_bytes):
-                (self.searches.minimise if quick else self.searches.go_further)(names, budget_bytes)
+                (roughly if quick else self.searches.go_further)(names, budget_bytes)
         if not quick:
             self._ask_at_smallest(budget_bytes)
         return self.searches.nearest.smallest

@@ -36,11 +36,11 @@ from sacplan.techniques.registry import decisions_of, why_not
 # On three golden models and a language model of 12 layers, at four budgets and for the smallest peak, no value decides
 # a plan: 1 to 6 sizes in vain, 1 to 8 rounds, and 1.0 to 1.02 times the floor find the same ones.
 _IN_VAIN = 3  # give up after so many sizes in a row without a cheaper plan, or without a smaller peak
-_IN_VAIN_ROUGH = 1  # the same where prices are rough, and a plan has to be cheaper by ``_NEAR`` to count
+_IN_VAIN_ROUGH = 1  # the same where prices are rough, and a plan has to be cheaper by ``NEAR`` to count
 _ROUNDS = 4  # of asking a solver at most, for one size
 _AT_FLOOR = 1.001  # a peak this many times the floor counts as the smallest
 # How far a plan may be above the bound for no larger regions to be tried: as a share of its cost, or of the step.
-_NEAR, _SMALL = 2e-2, 2e-3
+NEAR, _SMALL = 2e-2, 2e-3
 
 
 @dataclass(slots=True)
@@ -90,11 +90,11 @@ class PlanSearch:
             if found is None:  # larger regions may still hold the budget
                 continue
             # Prices of waiting are rough, and no bound ends the search there.
-            enough, most = (1 - _NEAR, _IN_VAIN_ROUGH) if self.context.frees_otherwise else (1.0, _IN_VAIN)
+            enough, most = (1 - NEAR, _IN_VAIN_ROUGH) if self.context.frees_otherwise else (1.0, _IN_VAIN)
             in_vain = in_vain + 1 if cheapest is not None and found.cost >= enough * cheapest else 0
             cheapest = found.cost
             of_cost, of_step = self.above_bound(budget_bytes)
-            if of_cost <= _NEAR or of_step <= _SMALL or in_vain == most:
+            if of_cost <= NEAR or of_step <= _SMALL or in_vain == most:
                 break
 
     def minimise(self, solvers: Sequence[Solver | StepSolver], budget_bytes: int) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeAlias
 from sacplan.core.decisions import Decision
 from sacplan.core.derived import derived
 from sacplan.core.liveness import bytes_at_ops
-from sacplan.core.program import Phase, Program
+from sacplan.core.program import Phase, Program, StorageKind
 from sacplan.core.progress import begins, is_known
 from sacplan.device.device_memory import reserved_bytes, retries_within
 from sacplan.planning.candidate import Candidate
@@ -32,6 +32,7 @@ from sacplan.planning.make import asked_of, made_plan, outcome_of, smallest_plan
 from sacplan.planning.plan import Plan
 from sacplan.planning.planner import Planner
 from sacplan.planning.request import Request
+from sacplan.planning.search import NEAR
 from sacplan.profiling.optimizers import OptimizerStep, program_with_optimizer, with_optimizer
 from sacplan.profiling.profile import Profile
 from sacplan.questions.batch_sizes import leaving_bytes
@@ -175,9 +176,8 @@ class Case:
         program = self.step.program
         # What is there before the step and is neither parameter nor buffer is taken for the batch. Nobody frees
         # gradients, so parameters, buffers, gradients and the batch are what is left at the end.
-        batch = sum(
-            program.storage_bytes[s] for s in program.initial if program.storage_kinds[s].name == "OTHER"
-        )
+        others = (s for s in program.initial if program.storage_kinds[s] == StorageKind.OTHER)
+        batch = sum(map(program.storage_bytes.__getitem__, others))
         leaving = leaving_bytes(self.step, way.techniques)
         constant = self.step.baseline.end_bytes - batch - leaving + self.state_bytes
         return max(constant, self._update_peak_bytes(way)) <= self.room.n_bytes
@@ -219,9 +219,7 @@ class Case:
             # No plan helps if the optimizer's own step is over the budget.
             asked = way.long or self._update_peak_bytes(way) <= budget_bytes
             found = _cheapest(self.step, way, left) if asked else None
-            if found is None and way.long:  # what came nearest to the budget in the long search
-                return _planner(self.step, way, left).searches.nearest.smallest
-            return found or self.smallest(way)
+            return found or (_nearest if way.long else _smallest_for)(self.step, way, left)
 
         def takes(made: _Choice) -> tuple[int, int]:
             taken = self._measure(made)
@@ -243,9 +241,7 @@ class Case:
         # The smallest peak is found without regard to time, so its time would mislead; copies of an optimizer's state
         # between host and device are not predicted.
         is_timed = (fits or not way.techniques) and not self._behind_host_bytes
-        times = (
-            self._times(made, taken) if is_timed else dict.fromkeys(("step_ms", "recompute_ms", "added_ms"))
-        )
+        times = self._times(made, taken) if is_timed else {}
         # Rows are made from the simplest way on. If an earlier one has the same decisions, this way is the same; the
         # search finds this way itself at the latest.
         same = self._decided.setdefault(frozenset(made.decisions), way)
@@ -300,9 +296,8 @@ class Case:
     def largest(self, row: FitRow, axis: SizeAxis) -> int | None:
         """Return the largest size that fits in the way of a row, 0 if none does, or None if it cannot be computed."""
         # Over the limit at any size; or one sample does not fit, so no other batch has to be recorded.
-        if not self.may_fit(self._ways[row.way]) or (
-            axis.name == "batch" and axis.asked == 1 and not row.fits
-        ):
+        is_batch, is_one = axis.name == "batch", axis.name == "batch" and axis.asked == 1
+        if not self.may_fit(self._ways[row.way]) or (is_one and not row.fits):
             return 0
         # Nothing larger may be tried than what fits, as where a model has no more positions. A single token has no
         # length to compare with.
@@ -310,16 +305,14 @@ class Case:
             return axis.asked
         made = [self.smallest(self._ways[row.way]), self.smallest(AS_IT_IS)]
         # A step of n samples takes at most n times as much as one of a single sample, which so does not fit.
-        if axis.name == "batch" and all(
-            self._measure(one).peak_bytes > axis.asked * self.room.n_bytes for one in made
-        ):
+        if is_batch and min(self._measure(one).peak_bytes for one in made) > axis.asked * self.room.n_bytes:
             return 0
         # The step as it is counts for every way. Its row comes first.
         known = min(max(self._sizes.get(axis.name, 0), axis.asked if row.fits else 0), axis.limit)
         if self.step.runs_compiled:
             return self._noted(row, axis, max(known, self._largest_run(axis, made[0])))
         # Where one sample fits and two do not, no other batch has to be recorded, either.
-        if axis.name == "batch" and axis.asked == 1:
+        if is_one:
             two = axis.record(2)
             if all(self._program(one, two).footprint.peak_bytes > self.room.n_bytes for one in made):
                 return 1
@@ -376,14 +369,22 @@ def _request(way: Way) -> Request:
 
 
 @derived
-def _smallest(step: Profile, way: Way) -> _Choice:
+def _smallest(step: Profile, way: Way, left: int = 0) -> _Choice:
+    """Return what has roughly the smallest peak; with a budget, the first that holds it."""
     begins(f"smallest peak: {way.name}")
     if not way.techniques:
         return Candidate(PlanStep(step.program, device=step.spec), (), "unplanned")
     if step.runs_compiled:
         return smallest_plan(_request(way), step)
     # The quick solver: a peak that is a little smaller changes no row that fits.
-    return replace(_request(way), solver="greedy").planner(step).smallest(0, quick=not way.long)
+    return replace(_request(way), solver="greedy").planner(step).smallest(left, quick=not way.long)
+
+
+def _smallest_for(step: Profile, way: Way, left: int) -> _Choice:
+    """Return what has the smallest peak, found more closely where a budget hangs on it."""
+    found = _smallest(step, way)
+    is_close = isinstance(found, Candidate) and left < found.footprint.peak_bytes <= (1 + NEAR) * left
+    return _smallest(step, way, left) if is_close else found
 
 
 @derived
@@ -401,9 +402,11 @@ def _planner(step: Profile, way: Way, left: int) -> Planner:
     planner = _request(way).planner(step)
     # A planner contains those of fewer techniques. That of "plan" has been asked the same already.
     known = planner if way == PLAN else _planner(step, PLAN, left)
-    if (
-        set(known.techniques) < set(planner.techniques)
-        and known.basis.recorded.key == planner.basis.recorded.key
-    ):
-        return planner.that_knows(known)
-    return planner
+    is_wider = set(known.techniques) < set(planner.techniques)
+    is_same = known.basis.recorded.key == planner.basis.recorded.key
+    return planner.that_knows(known) if is_wider and is_same else planner
+
+
+def _nearest(step: Profile, way: Way, left: int) -> _Choice:
+    """Return what came nearest to a budget for which ``_cheapest`` has searched for long, and found nothing."""
+    return _planner(step, way, left).searches.nearest.smallest

@@ -314,9 +314,8 @@ class Sweep(Asked):
                 found.append(case.row(way))
                 if found[-1].fits:
                     break
-        if untimed := [
-            name for name in dict.fromkeys(row.optimizer for row in found) if not self.whole(name)
-        ]:
+        untimed = dict.fromkeys(row.optimizer for row in found if not self.whole(row.optimizer))
+        if untimed:
             self.notes.append(
                 f"Times are not predicted for {', '.join(untimed)}: their state or parameters cross the link."
             )

@@ -39,9 +39,9 @@ class Row:
     fits: bool
     peak_bytes: int | None
     unplanned_peak_bytes: int
-    step_ms: float | None
-    recompute_ms: float | None
-    added_ms: float | None
+    step_ms: float | None = None
+    recompute_ms: float | None = None
+    added_ms: float | None = None
     plan: Plan | None = field(default=None, repr=False, compare=False)
 
     @staticmethod

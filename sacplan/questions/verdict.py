@@ -238,8 +238,15 @@ class Verdict:
 
     @property
     def competing(self) -> tuple[FitRow, ...]:
-        """The rows to choose from: where no plan is needed, no other optimizer is either."""
-        return tuple(row for row in self.rows if row.optimizer == self.optimizer or not self.fits_plainly)
+        """The rows to choose from.
+
+        Where no plan is needed, no other optimizer is either, and only the ways with most techniques are of interest:
+        they hold the largest steps.
+        """
+        own = [row for row in self.rows if row.optimizer == self.optimizer]
+        most = max(len(row.techniques) for row in own)
+        asked = tuple(row for row in own if len(row.techniques) in (0, most))
+        return asked if self.fits_plainly else self.rows
 
     def shown(self, sizes: bool) -> tuple[FitRow, ...]:
         """Return the rows to show, with their largest sizes or without.
@@ -282,12 +289,9 @@ class Verdict:
         if self.recommended is None:
             names, more = self.larger_devices[:_SHOWN_DEVICES], len(self.larger_devices[_SHOWN_DEVICES:])
             larger = f"{', '.join(names)}{f' and {more} larger ones' if more else ''}"
-            return (
-                f"GPUs that hold the smallest of these: {larger}."
-                if names
-                else "No GPU in the table holds it.",
-                f"Over several devices: devices={2 * self.devices} of fit (--devices).",
-            )
+            holding = f"GPUs that hold the smallest of these: {larger}."
+            holding = holding if names else "No GPU in the table holds it."
+            return holding, f"Over several devices: devices={2 * self.devices} of fit (--devices)."
         if self.fits_plainly:
             return ("No plan is needed.",)
         return (f"Use {self.recommended.name}.",)
