@@ -241,7 +241,7 @@ class Case:
         # The smallest peak is found without regard to time, so its time would mislead; copies of an optimizer's state
         # between host and device are not predicted.
         is_timed = (fits or not way.techniques) and not self._behind_host_bytes
-        times = self._times(made, taken) if is_timed else {}
+        times: dict[str, Any] = self._times(made, taken) if is_timed else {}
         # Rows are made from the simplest way on. If an earlier one has the same decisions, this way is the same; the
         # search finds this way itself at the latest.
         same = self._decided.setdefault(frozenset(made.decisions), way)
