@@ -30,8 +30,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.zoo.layers import GatedMLP
-
 PATH = Path(__file__).parents[1] / "data" / "op_benchmarks.csv"
 GPUS = {
     "NVIDIA A100-SXM4-80GB": "a100-80gb",
@@ -183,6 +181,18 @@ class LlamaRMSNorm(nn.Module):
         x = x.to(torch.float32)
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.weight * x.to(dtype)
+
+
+class GatedMLP(nn.Module):
+    """The MLP of transformers' Llama, without biases."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, inner, bias=False, dtype=torch.bfloat16) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -362,7 +372,7 @@ def _swiglu(length: int, config: Config, metric: str) -> OpCase:
     return OpCase(
         lambda c: c.modules["mlp"](c.leaves["x"]),
         leaves={"x": torch.empty(batch, length, width, dtype=torch.bfloat16)},
-        modules={"mlp": GatedMLP(width, config["intermediate_size"]).bfloat16()},
+        modules={"mlp": GatedMLP(width, config["intermediate_size"])},
         grad_to_none=("x",),
         gradient="drawn in full",
         peak_by_mode=True,

@@ -256,6 +256,11 @@ def _sizes(config: Any) -> hf_batches.BatchDimensions:
     return dataclasses.replace(SIZES, tokens=min(LENGTH, positions or LENGTH))
 
 
+def _with_data(model: torch.nn.Module, arguments: Any, call: Callable[..., Any]) -> Any:
+    with torch.no_grad():
+        return call(model, arguments)
+
+
 # --- models ----------------------------------------------------------------------------------------------------------
 
 _BY_HAND_ROWS = 2
@@ -298,7 +303,7 @@ def _batches(model: torch.nn.Module, errors: list[str]) -> Iterator[dict[str, An
             with _noted(errors, type(model).__name__):
                 seed_everything(_SEED)
                 sizes = _sizes(model.config)
-                inputs = hf_batches.BatchInputs(model, sizes, layout=layout)
+                inputs = hf_batches.BatchInputs(model, sizes, layout=layout, run=_with_data)
                 batch = hf_batches.make_batch(inputs, labels=labels)
                 _try_step(model, batch)
                 yield batch

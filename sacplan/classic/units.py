@@ -14,7 +14,7 @@ from sacplan.techniques.recompute.in_place_groups import discardable, in_place_g
 from sacplan.techniques.recompute.regions import closure_problem
 
 _MAX_UNIT_OPS = 6000  # modules with more op call sites are not offered as a unit
-_MAX_POINTS = 16  # of a module's trade-off
+_MAX_POINTS, _BETWEEN = 16, 2  # of a module's trade-off, see ``closure.tradeoff``
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def unit_tradeoffs(program: Program) -> dict[str, UnitTradeoff]:
         if problem is None:
             continue
         if problem not in solved:
-            solved[problem] = closure.tradeoff(problem, _MAX_POINTS)
+            solved[problem] = closure.tradeoff(problem, _MAX_POINTS, _BETWEEN)
         found[fqn] = _tradeoff(fqn, problem, solved[problem])
     return found
 

@@ -103,13 +103,17 @@ def _measured(base: DeviceSpec, where: torch.device, size: int, nbytes: int) -> 
         source=f"measured here by sacplan.calibrate, torch {torch.__version__}, products of {size} x {size}",
     )
     if base.kind == "cuda":
-        clock = functools.partial(_seconds, where=where, launch_ahead=True)
-        rates, measured = measured_rates(spec, where, nbytes, clock)
-        missing = [name for name in FIGURES if name not in measured]
-        source = spec.source + (f"; not measured: {', '.join(missing)}" if missing else "")
-        spec = replace(spec, rates=rates, source=source)
+        spec = _with_rates(spec, where, nbytes)
     # What is timed here for a fraction of a second is not what a step reaches.
     return replace(spec, sustained_share=base.sustained_share)
+
+
+def _with_rates(spec: DeviceSpec, where: torch.device, nbytes: int) -> DeviceSpec:
+    clock = functools.partial(_seconds, where=where, launch_ahead=True)
+    rates, measured = measured_rates(spec, where, nbytes, clock)
+    missing = [name for name in FIGURES if name not in measured]
+    source = spec.source + (f"; not measured: {', '.join(missing)}" if missing else "")
+    return replace(spec, rates=rates, source=source)
 
 
 def _products(where: torch.device, size: int) -> dict[str, float]:

@@ -16,8 +16,8 @@ from sacplan.techniques.base.offers import Offer
 from sacplan.techniques.base.step import PlanStep, op_costs
 from sacplan.techniques.registry import DEFAULT_TECHNIQUES, TECHNIQUES, longest_run, regions, rewritten
 
-_WIDE = 2e-4
-"""Cost of an option that makes a module around several regions a unit, as a share of the forward pass.
+_WIDE = 2e-3
+"""Cost that a unit around several regions is charged, as a share of the forward pass.
 
 The executor looks at every op in a unit, even in layers that keep everything, and that takes time.
 """

@@ -45,6 +45,7 @@ from sacplan.solvers.problem import (
     HOST_MEMORY,
     Choice,
     Costs,
+    OnceCost,
     Picks,
     Problem,
     ResourceRow,
@@ -165,7 +166,7 @@ def effects_of(
     Args:
         program: The step without a plan.
         regions: The regions with their options.
-        wide_cost: Cost of an option that makes a module around several regions a unit, beyond its own.
+        wide_cost: Cost that is paid once if any option is taken that makes a module around several regions a unit.
         host_bytes: The memory of the host that all options together may take.
         wait_cost: Cost of a millisecond in which computation waits for a link.
     """
@@ -177,13 +178,17 @@ def effects_of(
     on_host = any(option.host_bytes for region in kept for option in region.options)
     choices = tuple(
         Choice(
-            kinds.setdefault((region.kind, tuple(o.key for o in region.options), region.wide), len(kinds)),
-            np.array([option.cost for option in region.options]) + wide_cost * np.array(region.wide),
+            kinds.setdefault((region.kind, tuple(o.key for o in region.options)), len(kinds)),
+            np.array([option.cost for option in region.options]),
             # What is away is all on the host when the forward pass ends, so one row is enough.
             np.column_stack([change, [o.host_bytes for o in region.options], use]) if on_host else change,
             np.array([option.kept_bytes for option in region.options], dtype=np.int64),
         )
         for region, change, use in zip(kept, changes, uses, strict=True)
+    )
+    # If a plan takes any of these options, the cost of a wide unit is due, and only once.
+    wide = frozenset(
+        (i, o) for i, region in enumerate(kept) for o, is_wide in enumerate(region.wide) if is_wide
     )
     ends = [*found.first_op[1:], len(program.ops)]
     rows = [ResourceRow(DEVICE_MEMORY, *ops) for ops in zip(found.first_op, ends, strict=True)]
@@ -204,6 +209,7 @@ def effects_of(
             base=base,
             limits=limits,
             choices=choices,
+            once_costs=(OnceCost(wide_cost, wide),) if wide and wide_cost else (),
         ),
     )
 

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sacplan.core.decisions import Decision
 from sacplan.planning.basis import Basis
 from sacplan.planning.candidate import Candidate
 from sacplan.planning.context import PlanningContext
 from sacplan.planning.effects import RegionProblem
+from sacplan.solvers.local import give_back
 from sacplan.solvers.problem import DEVICE_MEMORY, Solution
 from sacplan.solvers.solvers import Solver
 from sacplan.techniques.base.technique import StepSolver
@@ -173,6 +174,12 @@ class PlanSearch:
             tried = self._add(effects, solution, solver.name)
             if tried is None:
                 break
+            # An exact solver has also minimised the one-time cost of wide units. That is an estimate, and recomputes
+            # nothing. So we also try the same picks less what the budget does not need, with that cost left out.
+            if solution.bound is not None:
+                free = replace(limited, once_costs=())
+                leaner = replace(solution, picks=give_back(free, solution.picks), status="feasible")
+                self._add(effects, leaner, solver.name)
             off = tried.footprint.peak_bytes - problem.peak(solution.picks)
             # Either the correction is the one just used, so asking again would change nothing; or the plan holds the
             # budget, and the correction would not allow the solver any more than it had.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sacplan.core.budget import format_bytes
+from sacplan.core.decisions import Recompute
 from sacplan.core.program import Program
 from sacplan.errors import PlanMismatch
 from sacplan.planning.plan import Plan
@@ -13,7 +14,7 @@ def planned(profile: Profile, plan: Plan | None) -> Program:
     """Return the program of the step, rewritten by the plan if there is one.
 
     Raises:
-        PlanMismatch: The plan was made from another profile.
+        PlanMismatch: The plan was made from another profile, or is about ops that the step does not run.
     """
     if plan is None:
         return profile.program
@@ -31,4 +32,20 @@ def planned(profile: Profile, plan: Plan | None) -> Program:
             f"this profile (on {profile.device}) it is {format_bytes(found)} ({found} bytes): it was made from another "
             "profile, with another device, optimizer or loss. Report on the profile that it was made from."
         )
+    if not profile.runs_compiled:  # the step was run with the plan
+        _check_sites(profile, plan)
     return program
+
+
+def _check_sites(profile: Profile, plan: Plan) -> None:
+    """Raise ``PlanMismatch`` for a call site that no call of its unit has: nothing would be discarded there."""
+    # Other decisions may take ops away or add some, so sites are looked up in what these leave.
+    program = profile.with_plan([one for one in plan.decisions if not isinstance(one, Recompute)])
+    for unit, sites in plan.discarded.items():
+        there = {site for scope in program.calls.get(unit, ()) for site in program.sites(scope).values()}
+        for site in sites:
+            if site not in there:
+                raise PlanMismatch(
+                    f"the plan discards {site.op} (number {site.occurrence}, place {site.place!r}) in unit {unit!r}, "
+                    "but the step of the profile runs no such op there. Report on the profile that it was made from."
+                )

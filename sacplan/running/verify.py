@@ -101,16 +101,23 @@ class Verification:
         """Predicted over observed peak, as the sum of tensors, minus one."""
         return self.predicted_peak_bytes / self.tensor_bytes - 1
 
+    @property
+    def host_text(self) -> str:
+        """The memory of the host in words, planned and seen."""
+        seen = "in the peak" if self.host_bytes is None else f"{format_bytes(self.host_bytes)} seen"
+        return f"{format_bytes(self.predicted_host_bytes)} planned, {seen}"
+
+    @property
+    def _tensors_text(self) -> str:
+        return "" if self.requested_bytes is None else f"; tensors {format_bytes(self.requested_bytes)}"
+
     def in_words(self) -> Section:
         """Return the verdict and its figures, for people."""
-        tensors = "" if self.requested_bytes is None else f"; tensors {format_bytes(self.requested_bytes)}"
-        seen = "in the peak" if self.host_bytes is None else f"{format_bytes(self.host_bytes)} seen"
-        on_host = f"{format_bytes(self.predicted_host_bytes)} planned, {seen}"
         rows = [
             ("budget", format_bytes(self.budget_bytes)),
             ("planned", format_bytes(self.predicted_peak_bytes)),
-            ("seen", f"{format_bytes(self.peak_bytes)}, {self.source}{tensors}"),
-            *([("on the host", on_host)] if self.predicted_host_bytes else []),
+            ("seen", f"{format_bytes(self.peak_bytes)}, {self.source}{self._tensors_text}"),
+            *([("on the host", self.host_text)] if self.predicted_host_bytes else []),
             ("difference", f"{self.error:+.3%}, planned against seen"),
             ("recompute", f"{self.recompute_flops / 1e9:.2f} GFLOP"),
             ("step", f"{self.step_ms:.2f} ms ({'wall time' if self.run == 'real' else 'predicted'})"),
@@ -122,9 +129,16 @@ class Verification:
         return Section(verdict, tuple(rows))
 
     def __repr__(self) -> str:
-        told = self.in_words()
-        figures = "; ".join(f"{label} {said}" for label, said in told.rows if label != "assumed")
-        return f"Verification({told.title}; {figures})"
+        return (
+            f"Verification({'within' if self.within_budget else 'OVER'} budget {format_bytes(self.budget_bytes)}: peak "
+            f"{format_bytes(self.peak_bytes)} ({self.source}{self._tensors_text}), "
+            f"predicted {format_bytes(self.predicted_peak_bytes)} "
+            f"({self.error:+.2%}), recompute {self.recompute_flops / 1e9:.2f} GFLOP, step {self.step_ms:.2f} ms"
+            + (f", on the host {self.host_text}" if self.predicted_host_bytes else "")
+            + "".join(f"; not the step planned for: {found}" for found in self.differences[:1])
+            + "".join(f"; set up otherwise: {found}" for found in self.setup_differences)
+            + ")"
+        )
 
 
 @checked(PlanError, "model", "batch", "optimizer")
@@ -248,10 +262,6 @@ def _verify_real(
         # After the runs, and with the model still as it trains: ``preserved_state`` is about to restore it.
         setup = step.setup(current_autocast(here))
     in_one = plan.host_bytes if here == "cpu" else 0
-    missing = []
-    if setup.optimizer is None and mode == "train":
-        trained = (p.nbytes for p in model.parameters() if p.requires_grad)
-        missing.append(without_optimizer(adamw_state_bytes(trained, spec)))
     return Verification(
         peak_bytes=seen.peak_bytes,
         predicted_peak_bytes=plan.peak_bytes + in_one,
@@ -265,12 +275,21 @@ def _verify_real(
             *plan.provenance.assumed,
             *([_IN_ONE_MEMORY] if in_one else []),
             *filter(None, [summed_outputs(setup)]),
-            *missing,
+            *(
+                []
+                if setup.optimizer is not None or mode == "inference"
+                else [_without_optimizer(model, spec)]
+            ),
         ),
         setup_differences=plan.fingerprint.setup.differences(setup),
         predicted_host_bytes=plan.host_bytes,
         requested_bytes=seen.requested_bytes,
     )
+
+
+def _without_optimizer(model: torch.nn.Module, spec: DeviceSpec) -> str:
+    trained = (p.nbytes for p in model.parameters() if p.requires_grad)
+    return without_optimizer(adamw_state_bytes(trained, spec))
 
 
 def _budget_of(plan: Plan, spec: DeviceSpec, program: Program | None = None) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 
 from sacplan.solvers.local import descend, give_back, starts
 from sacplan.solvers.milp import Milp, Refinement
-from sacplan.solvers.problem import DEVICE_MEMORY, Choice, Picks, Problem, Solution
+from sacplan.solvers.problem import DEVICE_MEMORY, Choice, OnceCost, Picks, Problem, Solution
 
 _GROUPS = 4  # few, so that the integer program does not grow with the depth
 _GAP = 1e-2  # of the smaller program, whose optimum is not that of the whole problem: single moves improve it anyway
@@ -104,7 +104,17 @@ class TiedProblem:
             # Runs of different lengths have different costs, so they are of different kinds.
             kind = (first.kind, len(run))
             choices.append(Choice(kind, first.costs * len(run), uses, first.kept_bytes * len(run)))
-        return TiedProblem(replace(problem, choices=tuple(choices)), runs)
+        run_of = {choice: i for i, run in enumerate(runs) for choice in run}
+        tied = replace(
+            problem,
+            choices=tuple(choices),
+            once_costs=tuple(
+                # What is paid once is the same for a run as for one choice.
+                OnceCost(once.cost, frozenset((run_of[choice], option) for choice, option in once.pairs))
+                for once in problem.once_costs
+            ),
+        )
+        return TiedProblem(tied, runs)
 
     @property
     def is_whole(self) -> bool:
@@ -120,7 +130,12 @@ def _runs(problem: Problem, groups: int) -> tuple[tuple[int, ...], ...]:
     """Return the choices that take an option together."""
     kinds: dict[Hashable, list[int]] = defaultdict(list)
     for i, choice in enumerate(problem.choices):
-        kinds[choice.kind].append(i)
+        # Costs that are paid once are part of what makes choices alike.
+        once = tuple(
+            tuple((i, option) in once.pairs for option in range(len(choice.costs)))
+            for once in problem.once_costs
+        )
+        kinds[choice.kind, once].append(i)
     runs = [
         tuple(map(int, run))
         for same in kinds.values()

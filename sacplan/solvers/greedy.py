@@ -8,7 +8,7 @@ often repairs the first case.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sacplan.solvers.local import descend, give_back, starts
 from sacplan.solvers.problem import DEVICE_MEMORY, Problem, Solution
@@ -30,16 +30,26 @@ class Greedy:
 
     def solve(self, problem: Problem) -> Solution | None:
         """Return options that keep all limits; None if the descent does not get there."""
+        ways = _with_and_without(problem)
+        free = replace(problem, once_costs=())  # they count where the descents are compared
         # If the cheap path gets stuck, moves may free more than is needed: the path to the smallest peak.
         for beyond in (False, True):
-            picks = descend(problem, beyond=beyond)
-            if problem.fits(picks):
-                return Solution(give_back(problem, picks), "feasible")
+            descents = [descend(problem, once=once, beyond=beyond) for once in ways]
+            found = [give_back(free, picks) for picks in descents if problem.fits(picks)]
+            if found:
+                return Solution(min(found, key=problem.cost), "feasible")
         return None
 
     def smallest(self, problem: Problem) -> Solution:
         """Return the lowest peak on the way down."""
-        picks = descend(problem.with_limit(DEVICE_MEMORY, 0), starts(problem), beyond=True)
+        start, lowest = starts(problem), problem.with_limit(DEVICE_MEMORY, 0)
+        descents = [descend(lowest, start, once=once, beyond=True) for once in _with_and_without(problem)]
+        picks = min(descents, key=problem.peak)
         # The same peak may be had for less: the path down took what freed most, not what was needed.
         at_peak = problem.with_limit(DEVICE_MEMORY, problem.peak(picks))
         return self.solve(at_peak) or Solution(picks, "feasible")
+
+
+def _with_and_without(problem: Problem) -> tuple[bool, ...]:
+    """Return the values of ``once`` to try: options with a cost paid once look too dear to the first one that pays."""
+    return (True, False) if problem.once_costs else (True,)

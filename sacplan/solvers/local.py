@@ -22,7 +22,7 @@ def give_back(problem: Problem, picks: Picks) -> dict[int, int]:
     totals = problem.total(now)[priced]
 
     def changes(choice: int, option: int) -> Costs:
-        """Return by other option what moving there costs."""
+        """Return by other option what moving there costs, once costs aside."""
         costs, uses = problem.choices[choice].costs, problem.choices[choice].uses[:, priced]
         over = problem.over_cost(totals + uses - uses[option]) - problem.over_cost(totals)
         return np.asarray(costs - costs[option] + over)
@@ -37,20 +37,36 @@ def give_back(problem: Problem, picks: Picks) -> dict[int, int]:
         ),
         key=lambda move: (-move[0], move[1]),
     )
+    # By cost that is paid once, how many choices need it now. It is saved when the last of these moves away.
+    taken = [sum(pair in once.pairs for pair in now.items()) for once in problem.once_costs]
     for _, choice, other in moves:
         option = now.get(choice, 0)
-        # What a move saves is worked out again, since moves before it have changed what priced rows have left.
-        if changes(choice, option)[other] >= 0:
+        change = float(changes(choice, option)[other])
+        after = [
+            count + ((choice, other) in once.pairs) - ((choice, option) in once.pairs)
+            for count, once in zip(taken, problem.once_costs, strict=True)
+        ]
+        for once, count, count_after in zip(problem.once_costs, taken, after, strict=True):
+            change += once.cost * (bool(count_after) - bool(count))
+        # What a move saves is worked out again, since moves before it may have changed costs paid once.
+        if change >= 0:
             continue
         more = problem.choices[choice].uses[other] - problem.choices[choice].uses[option]
         # Invariant: ``room`` is what each row has left, and never becomes negative if it was not.
         if np.all(more <= room):
             room, totals = room - more, totals + more[priced]
             now[choice] = other
+            taken = after
     return {choice: option for choice, option in now.items() if option}
 
 
-def descend(problem: Problem, start: Picks | None = None, *, beyond: bool = False) -> dict[int, int]:
+def descend(
+    problem: Problem,
+    start: Picks | None = None,
+    *,
+    once: bool = True,
+    beyond: bool = False,
+) -> dict[int, int]:
     """From ``start``, take the cheapest move per byte freed in the tightest row, until all limits are kept.
 
     A move takes another option of one choice. It must not raise any row of a resource above the limit, or above the
@@ -59,6 +75,7 @@ def descend(problem: Problem, start: Picks | None = None, *, beyond: bool = Fals
     Args:
         problem: what is chosen.
         start: by default, the first option of every choice.
+        once: whether options with a cost that is paid once may be taken.
         beyond: what a move frees below the limit counts as well.
 
     Returns:
@@ -73,6 +90,11 @@ def descend(problem: Problem, start: Picks | None = None, *, beyond: bool = Fals
     costs = np.concatenate([choice.costs for choice in problem.choices])
     uses = np.concatenate([choice.uses for choice in problem.choices])
     by_row = np.ascontiguousarray(uses.T)  # each step reads one row of the problem, for all options
+    allowed = np.ones(len(owner), dtype=bool)
+    if not once:
+        allowed[[first[choice] + option for cost in problem.once_costs for choice, option in cost.pairs]] = (
+            False
+        )
     start = start or {}
     taken = first + np.array([start.get(choice, 0) for choice in range(len(first))])
     scales, priced = problem.scales, problem.priced
@@ -97,7 +119,7 @@ def descend(problem: Problem, start: Picks | None = None, *, beyond: bool = Fals
         if not beyond:
             freed = np.minimum(freed, excess[at])
         more = costs - costs[now]
-        worth = freed > 0
+        worth = (freed > 0) & allowed
         after = totals + priced_uses[worth] - priced_uses[now[worth]]
         more[worth] += problem.over_cost(after) - problem.over_cost(totals)
         dearer = more > 0

@@ -2,11 +2,12 @@
 
 With x_co "choice c takes option o" (see ``problem.py``),
 
-    minimise    sum of cost_co x_co
+    minimise    sum of cost_co x_co + costs paid once
     subject to  base_r + sum of uses_cor x_co <= limit_r       for every row r
                 sum over o of x_co = 1                         for every choice c
 
-Optimal to the asked gap, unless the limit of work or of rounds comes first.
+Optimal to the asked gap, unless the limit of work or of rounds comes first. A cost paid once is a binary variable that
+is at least each x_co of its pairs.
 
 Block decomposition. Choices of one kind form a block b and share variables: n_bo says how many choices of the block
 take option o. Only rows that treat the choices of each block alike can be written with these variables. At first those
@@ -127,13 +128,17 @@ class Refinement:
         self.limited = False
         self._work = options.work_limit  # that is left
         self._cuts: list[list[_AtLeast]] = []
-        # Choices share variables only if every term of the costs treats them alike: same options, and uses of priced
-        # rows. A choice with one option has nothing to decide.
+        # Choices share variables only if every term of the costs treats them alike: same options, costs paid once and
+        # uses of priced rows. A choice with one option has nothing to decide.
         blocks: dict[Hashable, list[int]] = {}
         for i, choice in enumerate(problem.choices):
             if len(choice.costs) > 1:
+                once = tuple(
+                    tuple((i, option) in once.pairs for option in range(len(choice.costs)))
+                    for once in problem.once_costs
+                )
                 priced = choice.uses[:, problem.priced].tobytes()
-                blocks.setdefault((choice.kind, priced), []).append(i)
+                blocks.setdefault((choice.kind, once, priced), []).append(i)
         self._blocks = list(blocks.values())
 
     def cheapest(self) -> Solution | None:
@@ -316,6 +321,7 @@ class _Encoding:
         self._variables = [self._variables_of(block) for block in blocks]
         # Where the peak is minimised costs are 0, so what only adds costs is left out.
         if not smallest:
+            self._once_costs()
             self._priced_rows()
         self._rows()
         for cut in cuts:
@@ -341,6 +347,16 @@ class _Encoding:
         if len(own) > 1:
             self.program.row([(n, 1.0) for n in own], upper=size)
         return own
+
+    def _once_costs(self) -> None:
+        for once in self._problem.once_costs:
+            paid = self.program.binary(cost=self._cost(once.cost))
+            for block, own in zip(self._blocks, self._variables, strict=True):
+                for option, n in enumerate(own, start=1):
+                    if (block[0], option) in once.pairs:
+                        # One row for the block: any of its choices that takes the option makes ``paid``
+                        # positive, so 1.
+                        self.program.row([(paid, float(len(block))), (n, -1.0)], lower=0.0)
 
     def _priced_rows(self) -> None:
         """Let what is over the limit in a priced row cost its price."""

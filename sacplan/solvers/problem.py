@@ -1,6 +1,6 @@
 """Problems, in numbers only: choices, how much their options use of limited resources, and what these cost.
 
-    minimise    cost of the options taken + sum over priced rows of price_r max(0, use_r - limit_r)
+    minimise    cost of the options taken + costs paid once + sum over priced rows of price_r max(0, use_r - limit_r)
     subject to  use_r = base_r + sum of uses_cor over the options o taken by the choices c <= limit_r   for other rows r
 
 A row is a resource over an interval of the step. Exactly one option is taken of each choice. The first option of a
@@ -71,6 +71,14 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class OnceCost:
+    """A cost (not negative) that is paid once if any of some pairs (choice, option) is taken."""
+
+    cost: float
+    pairs: frozenset[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
 class Solution:
     """An option for each choice, and what the solver has proved about it.
 
@@ -96,7 +104,7 @@ class Problem:
         rows: resources over intervals.
         base: by row, the use if all choices take their first option.
         limits: by row, the largest use that is allowed.
-        choices: see ``Choice``.
+        choices, once_costs: see their classes.
 
     Raises:
         SolverError: arrays whose shapes do not match, or a first option with a cost or a use.
@@ -106,6 +114,7 @@ class Problem:
     base: Amounts
     limits: Amounts
     choices: tuple[Choice, ...]
+    once_costs: tuple[OnceCost, ...] = ()
 
     def __post_init__(self) -> None:
         n_rows = len(self.rows)
@@ -174,9 +183,11 @@ class Problem:
         return int(self.total(picks)[self.resources[DEVICE_MEMORY]].max())
 
     def cost(self, picks: Picks) -> float:
-        """Return the objective: costs of options, and of what is over the limits of priced rows."""
+        """Return the objective: costs of options, and costs paid once."""
         own = sum(float(self.choices[choice].costs[option]) for choice, option in picks.items())
-        return own + float(self.over_cost(self.total(picks)[self.priced]))
+        # A choice that ``picks`` leaves out takes its first option, so no pair may name a first option.
+        once = sum(once.cost for once in self.once_costs if not once.pairs.isdisjoint(picks.items()))
+        return own + once + float(self.over_cost(self.total(picks)[self.priced]))
 
     def least_uses(self) -> Amounts:
         """Return a lower bound of the use of each row: every choice takes the option that uses least there."""
@@ -188,7 +199,7 @@ class Problem:
 
     def least_cost(self) -> float:
         """Return a lower bound of the cost: every choice at its cheapest."""
-        # Costs of priced rows are left out. They are not negative, so the bound holds without.
+        # Costs that are paid once or for priced rows are left out. They are not negative, so the bound holds without.
         return sum(float(choice.costs.min()) for choice in self.choices)
 
     @cached_property

@@ -63,7 +63,7 @@ def test_effects_add_up_to_the_replay(name: str, size: int) -> None:
             scopes = {0}  # units do not nest: the model is the unit
         run = program.with_(recompute_ops(program, dict.fromkeys(discarded, 1), scopes)).footprint
         assert effects.problem.peak(choice) == run.peak_bytes
-        cost = sum(effects.regions[i].options[o].cost for i, o in choice.items())
+        cost = sum(effects.problem.choices[i].costs[o] for i, o in choice.items())
         assert run.recompute_ms == pytest.approx(cost)
 
 

@@ -112,14 +112,28 @@ def test_evaluate_agrees_with_a_simulated_backward(problem: ClosureProblem, data
 
 
 @settings(max_examples=150)
-@given(problems(), st.integers(2, 5))
-def test_a_capped_hull_is_made_of_true_vertices(problem: ClosureProblem, max_points: int) -> None:
-    points, vertices = tradeoff(problem, max_points=max_points), tradeoff(problem, max_points=1000)
-    assert len(points) <= max_points
+@given(problems(), st.integers(2, 5), st.integers(0, 4))
+def test_points_are_reachable_and_none_dominates_another(
+    problem: ClosureProblem, max_points: int, between: int
+) -> None:
+    vertices = tradeoff(problem, max_points=max_points)
+    points = tradeoff(problem, max_points=max_points, between=between)
+    assert len(vertices) <= max_points
     assert (points[0], points[-1]) == (vertices[0], vertices[-1])
-    assert set(points) <= set(vertices)
+    assert len(points) <= len(vertices) + between * (len(vertices) - 1)
     for point in points:
         assert evaluate(problem, point.discarded) == point
+    for before, after in itertools.pairwise(points):
+        assert before.kept_bytes > after.kept_bytes
+        assert before.recompute_ms <= after.recompute_ms
+    for before, after in itertools.pairwise(points[1:]):
+        assert before.recompute_ms < after.recompute_ms
+    # A capped hull is made of true vertices.
+    assert set(vertices) <= set(tradeoff(problem, max_points=1000))
+
+
+def figures(points: tuple[TradeoffPoint, ...]) -> list[tuple[int, float, list[int]]]:
+    return [(point.kept_bytes, point.recompute_ms, sorted(point.discarded)) for point in points]
 
 
 def random_unit(n_ops: int, seed: int) -> ClosureProblem:
@@ -150,9 +164,9 @@ def test_the_cuts_of_a_large_unit_shrink(monkeypatch: pytest.MonkeyPatch) -> Non
         return cut(terminal, between)
 
     monkeypatch.setattr(closure, "source_side", counted)
-    points = tradeoff(problem)
-    assert len(points) == 24
+    points = tradeoff(problem, between=2)
+    assert len(points) > 24
     assert len(edges) <= 2 * 24
     assert sum(edges) < 8 * edges[0], edges
     monkeypatch.undo()
-    assert tradeoff(problem) == points
+    assert tradeoff(problem, between=2) == points

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import strategies as st
 
-from sacplan.solvers.problem import DEVICE_MEMORY, Choice, Problem, ResourceRow
+from sacplan.solvers.problem import DEVICE_MEMORY, Choice, OnceCost, Problem, ResourceRow
 
 Options = list[tuple[float, list[int]]]
 """Cost and uses by row, of the options but the first."""
@@ -54,14 +54,15 @@ def cheapest(problem: Problem) -> float | None:
 
     def cost(picks: dict[int, int]) -> float:
         own = sum(problem.choices[i].costs[o] for i, o in picks.items())
-        return float(own + sum(price * amount for price, amount in over(picks, priced=True)))
+        once = sum(c.cost for c in problem.once_costs if any(picks.get(i, 0) == o for i, o in c.pairs))
+        return float(own + once + sum(price * amount for price, amount in over(picks, priced=True)))
 
     return min((cost(picks) for picks in all_picks(problem) if fits(picks)), default=None)
 
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """A few choices with invented uses of one to three resources."""
+    """A few choices with invented uses of one to three resources, and costs paid once."""
     resources = draw(
         st.lists(st.sampled_from([DEVICE_MEMORY, "host memory", "link time"]), min_size=1, max_size=4)
     )
@@ -84,11 +85,18 @@ def problems(draw: st.DrawFn) -> Problem:
         int(b) - r // 2 if resource == DEVICE_MEMORY else int(b) + r
         for b, r, resource in zip(base, room, resources, strict=True)
     ]
+    taken = [(i, o) for i, choice in enumerate(choices) for o in range(1, len(choice.costs))]
+    once = [
+        OnceCost(draw(st.integers(0, 16)) / 8, frozenset(some))
+        for some in (
+            draw(st.lists(st.lists(st.sampled_from(taken), min_size=1), max_size=2)) if taken else []
+        )
+    ]
     rows = tuple(
         replace(row, price=draw(st.integers(0, 8)) / 8 / s) if row.resource == "link time" else row
         for row, s in zip(rows_of(resources), sizes, strict=True)
     )
-    return Problem(rows, base, np.array(limits, dtype=np.int64), choices)
+    return Problem(rows, base, np.array(limits, dtype=np.int64), choices, tuple(once))
 
 
 @st.composite

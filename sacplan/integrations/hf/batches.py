@@ -29,6 +29,9 @@ from sacplan.torch_compat.private import without_a_log
 InputShapes = Mapping[str, int]
 """The number of the layout of each argument that has several; see ``LAYOUTS``."""
 
+Run = Callable[[torch.nn.Module, Mapping[str, Any], Callable[[torch.nn.Module, Any], Any]], Any]
+"""``run(model, arguments, call)`` returns ``call(model, arguments)``, of which only shapes are used."""
+
 
 @dataclass(frozen=True, slots=True)
 class BatchDimensions:
@@ -89,7 +92,8 @@ class BatchInputs:
         dtype: of floats.
         layout: see ``LAYOUTS``.
         features: how many features of ``"image"`` and ``"audio"`` a row has. A missing number is counted by running
-            that part of the model, on tensors without data.
+            that part of the model.
+        run: how to run it; on tensors without data by default.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class BatchInputs:
         dtype: torch.dtype = torch.float32,
         layout: InputShapes | None = None,
         features: Mapping[str, int] | None = None,
+        run: Run | None = None,
     ) -> None:
         config: Any = model.config
         self.model, self.config, self.sizes = model, config, sizes
@@ -116,6 +121,7 @@ class BatchInputs:
         self.place_of_integers = "cpu" if place == "meta" and not self.reads_only_text else place
         self.layout = layout or {}
         self.features = dict(features or {})
+        self.run = run or without_data
 
     def requires(self, name: str) -> bool:
         """Return whether forward takes an argument of this name and has no default for it."""
@@ -602,7 +608,7 @@ def _placeholder(inputs: BatchInputs, batch: Mapping[str, Any], kind: str) -> in
         features_of = getattr(type(owner), f"get_{kind}_features")
         accepted = inspect.signature(features_of).parameters
         given = {k: v for k, v in batch.items() if k in accepted}
-        made = without_data(owner, given, lambda model, given: _number_of(features_of(model, **given)))
+        made = inputs.run(owner, given, lambda model, given: _number_of(features_of(model, **given)))
         inputs.features[kind] = made // inputs.rows
     return token
 

@@ -18,15 +18,17 @@ contracted first, so that later cuts are small.
 
 Optimal: every vertex of the lower hull over *all* sets of discarded ops is found, each with the smallest set
 that reaches it. Capacities are Python integers (times as scaled binary fractions), so nothing is rounded. Points
-above the hull are reachable too, but finding the best of those is a knapsack problem; ``with_neighbours`` adds good
+above the hull are reachable too, but finding the best of those is a knapsack problem; ``between`` adds good
 ones, without a guarantee.
 
-Known inefficiencies: the flow of each chord starts from zero.
+Known inefficiencies: the flow of each chord starts from zero. The points between two vertices take time
+quadratic in the saved storages by which the two differ.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -107,7 +109,7 @@ def evaluate(problem: ClosureProblem, discarded: Iterable[int]) -> TradeoffPoint
     return _point(problem, _needed(problem, chosen, (s for s in problem.saved if writer[s] in chosen)))
 
 
-def tradeoff(problem: ClosureProblem, max_points: int = 24) -> tuple[TradeoffPoint, ...]:
+def tradeoff(problem: ClosureProblem, max_points: int = 24, between: int = 0) -> tuple[TradeoffPoint, ...]:
     """Return the lower hull of kept bytes against recompute time, by decreasing bytes.
 
     The first point discards nothing. The last keeps the fewest bytes that any set can reach, as cheaply as
@@ -116,8 +118,19 @@ def tradeoff(problem: ClosureProblem, max_points: int = 24) -> tuple[TradeoffPoi
     Args:
         max_points: the most vertices, 2 at least; if there are more, those that lie furthest (in ms) below the hull so
             far are taken.
+        between: the most reachable points to add between two neighbouring vertices. They lie on or above the
+            hull, and no returned point dominates another.
     """
-    return tuple(_point(problem, vertex.ops) for vertex in _hull(problem, max_points))
+    vertices = _hull(problem, max_points)
+    points = [_point(problem, vertex.ops) for vertex in vertices]
+    if between:
+        found = [
+            point
+            for left, right in itertools.pairwise(points)
+            for point in _spread(_greedy(problem, left, right), left, right, between)
+        ]
+        points = _merge(points, found)
+    return tuple(points)
 
 
 def with_neighbours(
@@ -318,3 +331,89 @@ def _cut(
             edges.append((here, into, price))
     chosen = source_side(terminal, edges)
     return low | {op for op in open_ops if chosen[node[op]]}
+
+
+# --- points between two vertices ---------------------------------------------------------------------------
+
+
+def _greedy(problem: ClosureProblem, left: TradeoffPoint, right: TradeoffPoint) -> list[TradeoffPoint]:
+    """Return reachable points on the way from ``left`` to ``right``.
+
+    Repeatedly discards the saved storage that ``right`` recomputes and ``left`` does not and that is currently
+    cheapest per byte, with the ops that it needs. Every set looked at along the way is a candidate.
+    """
+    writer, charge, ops = problem._writer, problem._charge, problem.ops
+    extra = right.discarded - left.discarded
+    # Storages of one op are recomputed together, so the op stands for them.
+    targets = sorted({writer[s] for s in problem.saved if charge[s] and writer[s] in extra})
+    needs = {op: _needed(problem, extra, (s for s in ops[op].writes if s in problem.saved)) for op in targets}
+    touched = {op: {s for n in needs[op] for s in (*ops[n].reads, *ops[n].writes)} for op in targets}
+
+    current = set(left.discarded)
+    held = set(problem.saved).union(s for op in current for s in ops[op].reads)
+    kept, spent = left.kept_bytes, left.recompute_ms
+    order: list[int] = []
+    looked_at: list[tuple[int, float, int, int]] = []  # bytes, ms, ops of ``order`` before it, op
+    gains: dict[int, tuple[int, float]] = {}
+    stale = targets
+    while targets:
+        for op in stale:
+            new = needs[op] - current
+            back = sum(charge[s] for n in new for s in set(ops[n].writes) if s in held)
+            more = {s for n in new for s in ops[n].reads if s not in held}
+            back -= sum(charge[s] for s in more if writer[s] not in new and writer[s] not in current)
+            gains[op] = (back, math.fsum(ops[n].cost_ms for n in new))
+        # If no target frees anything by itself, the first is taken all the same: later ones may then be
+        # cheaper, and each round takes at least one, so this ends.
+        best, lowest = targets[0], math.inf
+        for op in targets:
+            back, time = gains[op]
+            if back > 0:
+                looked_at.append((kept - back, spent + time, len(order), op))
+                if time / back < lowest:
+                    best, lowest = op, time / back
+        kept -= gains[best][0]
+        spent += gains[best][1]
+        held.update(s for op in needs[best] - current for s in ops[op].reads)
+        current |= needs[best]
+        order.append(best)
+        # A gain changes only if the ops that were just added touch a storage that the target touches.
+        targets = [op for op in targets if not needs[op] <= current]
+        stale = [op for op in targets if not touched[best].isdisjoint(touched[op])]
+
+    points: list[TradeoffPoint] = []
+    least = right.kept_bytes
+    # By rising time, a candidate is of use only if it keeps fewer bytes than all before it.
+    for reached, time, step, op in sorted(looked_at, key=lambda entry: (entry[1], entry[0], entry[2:])):
+        if time >= right.recompute_ms:
+            break
+        if least < reached < (points[-1].kept_bytes if points else left.kept_bytes):
+            points.append(_point(problem, left.discarded.union(needs[op], *(needs[o] for o in order[:step]))))
+    return points
+
+
+def _spread(
+    points: list[TradeoffPoint], left: TradeoffPoint, right: TradeoffPoint, count: int
+) -> list[TradeoffPoint]:
+    """Return at most ``count`` of the points, spread evenly over the bytes between two vertices."""
+    if len(points) <= count:
+        return points
+    step = Fraction(left.kept_bytes - right.kept_bytes, count + 1)
+    rest = list(points)
+    for index in range(1, count + 1):
+        target = left.kept_bytes - index * step
+        # ``rest`` ends up with the points that are not chosen.
+        rest.remove(min(rest, key=lambda point: abs(point.kept_bytes - target)))
+    return [point for point in points if point not in rest]
+
+
+def _merge(vertices: list[TradeoffPoint], found: list[TradeoffPoint]) -> list[TradeoffPoint]:
+    """Return both together by decreasing bytes, without those of ``found`` that another point dominates."""
+    first, last = vertices[0], vertices[-1]
+    inner = sorted((*vertices[1:], *found), key=lambda point: (point.recompute_ms, point.kept_bytes))
+    merged = [first]
+    for point in inner:
+        cheaper = point.recompute_ms < last.recompute_ms
+        if cheaper and last.kept_bytes < point.kept_bytes < merged[-1].kept_bytes:
+            merged.append(point)
+    return [*merged, last] if len(vertices) > 1 else merged

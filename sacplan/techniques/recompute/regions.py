@@ -31,6 +31,7 @@ _VERTICES, _FEWEST = 24, 4  # of a region's hull, at most, and where there are v
 # An option takes time in proportion to the ops of its region, so these keep planning linear in the size of the step.
 _EFFORT = 6000  # ops that all options of one kind of region may have together, beyond the hull
 _COLUMNS = 1500  # options of all regions together, about, beyond the hull
+_BETWEEN = 8  # options between two vertices of a region's hull, at most
 _DISTINCT = 6000  # ops of one region of each kind together, from which on each has fewer options
 
 
@@ -56,7 +57,7 @@ class Regions:
 
     def __post_init__(self) -> None:
         self._kinds: dict[tuple[closure.ClosureProblem, closure.ClosureProblem | None], int] = {}
-        self._solved: dict[tuple[int, tuple[int, int]], tuple[Option, ...]] = {}
+        self._solved: dict[tuple[int, _Effort], tuple[Option, ...]] = {}
         self._unit_of_group: dict[tuple[int, ...], str] = {}
         self._components: dict[Hashable, tuple[tuple[tuple[int, ...], ...], ...]] = {}
         self._savers: dict[int, set[int]] = defaultdict(set)  # storage to the ops that autograd keeps it for
@@ -83,14 +84,14 @@ class Regions:
         ]
         problems = [self._problem(part) for part in parts]
         kinds = [self._kinds.setdefault(problem, len(self._kinds)) for problem in problems]
-        effort = _effort(
+        effort = _Effort.of(
             len(parts), [problem for problem, _ in dict(zip(kinds, problems, strict=True)).values()]
         )
         regions = []
         for part, kind, (problem, late) in zip(parts, kinds, problems, strict=True):
             # Equal problems have one kind, so each distinct one is solved once for each effort.
             if (kind, effort) not in self._solved:
-                self._solved[kind, effort] = _options(problem, late, *effort)
+                self._solved[kind, effort] = _options(problem, late, effort)
             options = self._solved[kind, effort]
             units = self._units(part, options)
             wide = tuple(not self._split.isdisjoint(found) for found in units)
@@ -260,30 +261,46 @@ def closure_problem(
     return problem, place
 
 
-def _effort(n_regions: int, distinct: Sequence[closure.ClosureProblem]) -> tuple[int, int]:
-    """Return how many vertices of each region's hull to look for, and about how many options near these.
+@dataclass(frozen=True, slots=True)
+class _Effort:
+    """How many options to look for, for each region.
 
-    The ops of all options together, which take the time, do not grow beyond a multiple of the ops of the regions.
+    Attributes:
+        vertices: of its hull, at most.
+        between: between two of these, at most.
+        more: that differ from these in one tensor, about.
     """
-    n_ops = sum(len(problem.ops) for problem in distinct)
-    share = math.sqrt(min(1.0, _DISTINCT / max(1, n_ops)))
-    return max(_FEWEST, round(share * _VERTICES)), _COLUMNS // max(1, n_regions)
+
+    vertices: int
+    between: int
+    more: int
+
+    @staticmethod
+    def of(n_regions: int, distinct: Sequence[closure.ClosureProblem]) -> _Effort:
+        """Return the effort for ``n_regions`` regions with these distinct problems.
+
+        The ops of all options together, which take the time, do not grow beyond a multiple of the ops of the regions.
+        """
+        n_ops = sum(len(problem.ops) for problem in distinct)
+        share = math.sqrt(min(1.0, _DISTINCT / max(1, n_ops)))
+        vertices = max(_FEWEST, round(share * _VERTICES))
+        return _Effort(vertices, round(share * _BETWEEN), _COLUMNS // max(1, n_regions))
 
 
 def _options(
-    problem: closure.ClosureProblem, late: closure.ClosureProblem | None, vertices: int, more: int
+    problem: closure.ClosureProblem, late: closure.ClosureProblem | None, effort: _Effort
 ) -> tuple[Option, ...]:
-    """Return a region's options: the hull, and others that differ from its vertices in one tensor."""
+    """Return a region's options: the hull and points near it, and others that differ from these in one tensor."""
     if not problem.saved:
         return (Option(0.0, 0, (), "recompute"),)
-    points = list(closure.tradeoff(problem, vertices))
+    points = list(closure.tradeoff(problem, effort.vertices, effort.between))
     if late is not None:
-        found = closure.tradeoff(late, vertices)
+        found = closure.tradeoff(late, effort.vertices, effort.between)
         # The sets come from the problem in which early storages are free, but they are charged as they are.
         points += [closure.evaluate(problem, point.discarded) for point in found]
     distinct = tuple({point.discarded: point for point in points}.values())
     # Each option costs time in proportion to the ops of the problem, so large problems get fewer.
-    most = len(distinct) + min(more, max(0, _EFFORT // len(problem.ops) - len(distinct)))
+    most = len(distinct) + min(effort.more, max(0, _EFFORT // len(problem.ops) - len(distinct)))
     points = list(closure.with_neighbours(problem, distinct, most))
     return tuple(
         Option(p.recompute_ms, p.kept_bytes, tuple(sorted(p.discarded)), "recompute") for p in points
