@@ -18,12 +18,14 @@ Architectures run in processes of their own, with a limit on time and memory.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 import transformers
 
 import sacplan
@@ -33,7 +35,6 @@ from benchmarks.harness.results import MIB, Row, describe
 from benchmarks.harness.sweep import Sweep
 from benchmarks.harness.table import csv_text, markdown_table
 from benchmarks.models import small_configs, zoo_models
-from benchmarks.models.cases import Case
 
 TRAINED, NOT_BUILT, FAILED = "trained", "not built", "failed"
 
@@ -109,14 +110,9 @@ class Outcome:
             )
         return self.status == NOT_BUILT
 
-    @property
-    def done(self) -> bool:
-        """Whether there are figures."""
-        return self.status == TRAINED
-
     def __str__(self) -> str:
         """Write the outcome as a line."""
-        if not self.done:
+        if self.status != TRAINED:
             return f"{self.model_type:>28} {self.status}: {self.reason}"
         return (
             f"{self.model_type:>28} {self.trace} {self.steps[0].measured_bytes / MIB:7.1f} MiB {self.difference:>8}, "
@@ -157,16 +153,16 @@ def outcome_of(model_type: str) -> Outcome:
     except small_configs.NotBuilt as error:
         return Outcome(model_type, NOT_BUILT, reason=str(error), seconds=time.perf_counter() - began)
 
-    def steps() -> Iterable[StepRow]:
-        return steps_of(model_type, case.source, Case(case.model, case.batch, case.loss_fn))
-
-    return outcome_of_steps(
-        steps, began, model_type=model_type, model_class=case.model_class, source=case.source
-    )
+    source = "hf_models" if model_type in small_configs.by_hand() else "rules"
+    steps = functools.partial(steps_of, model_type, source, case)
+    return outcome_of_steps(model_type, source, case.model, steps, began)
 
 
-def outcome_of_steps(steps: Callable[[], Iterable[StepRow]], began: float, **about: Any) -> Outcome:
-    """Run the steps; ``about`` are fields of the outcome."""
+def outcome_of_steps(
+    name: str, source: str, model: torch.nn.Module, steps: Callable[[], Iterable[StepRow]], began: float
+) -> Outcome:
+    """Run the steps of a model; seconds count from ``began``."""
+    about: Any = {"model_type": name, "model_class": type(model).__name__, "source": source}
     try:
         ran = tuple(steps())
     except Exception as error:  # whatever it is, it is what the row is about

@@ -1,7 +1,6 @@
 """Does anybody else's way to trade memory for recomputation beat sacplan's plans, measured with other people's tools?
 
-    python -m benchmarks.frontier [--cases seed seed-dropout gpt2 llama vit] [--objective flops]
-                                   [--json FILE] [--picture FILE]
+    python -m benchmarks.frontier [--cases seed seed-dropout gpt2 llama vit] [--json FILE]
 
 For each model, all rivals of ``benchmarks/rivals.py`` run a fake training step; then sacplan plans for each rival's
 measured peak, and for budgets in between. A row is one such step: its measured peak, and the FLOPs that it recomputes
@@ -14,11 +13,9 @@ A verdict stands beside each rival: the FLOPs that sacplan's plan recomputes at 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -30,11 +27,10 @@ import sacplan
 from benchmarks import rivals
 from benchmarks.harness.command import Parser
 from benchmarks.harness.plans import as_budget
-from benchmarks.harness.results import GIB, ROOT, as_text, describe, machine, write_results
+from benchmarks.harness.results import GIB, ROOT, as_text, write_results
 from benchmarks.models import hf_models
 from benchmarks.rivals import Case, Point
 from examples.transformer import Transformer
-from sacplan.record.step import default_loss
 
 PICTURE = ROOT / "docs" / "images" / "frontier.png"
 _BUDGETS = 8  # of the sweep
@@ -50,7 +46,6 @@ def _seed(dropout: float) -> Case:
         title=f"the example's transformer, float32, dropout {dropout:g}",
         make_model=lambda: Transformer(dropout=dropout),
         make_batch=lambda: torch.randint(0, 8192, (8, 1024)),
-        loss_fn=default_loss,
         layers="layers",
     )
 
@@ -61,12 +56,7 @@ def _of_transformers(name: str, title: str, layers: str, dtype: torch.dtype = to
     def make_model() -> torch.nn.Module:
         return model_class._from_config(config, dtype=dtype)
 
-    return Case(name, title, make_model, make_batch, default_loss, layers, _not_packed)
-
-
-def _not_packed() -> contextlib.AbstractContextManager[Any]:
-    """Tell transformers that sequences are not packed: it looks at the values, and fake tensors have none."""
-    return mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None)
+    return Case(name, title, make_model, make_batch, layers)
 
 
 CASES = {
@@ -114,13 +104,9 @@ def rival_points(case: Case) -> Iterator[Point]:
 class Ours:
     """sacplan's plans for one model, each measured once."""
 
-    def __init__(self, case: Case, plain: Point, objective: str) -> None:
+    def __init__(self, case: Case, plain: Point) -> None:
         self.case = case
-        self.objective: Any = objective
-        model = rivals.meta_model(case)
-        batch = case.make_batch()
-        with case.context():
-            self.profile = sacplan.profile(model, batch, loss_fn=case.loss_fn, device=rivals.DEVICE)
+        self.profile = sacplan.profile(rivals.meta_model(case), case.make_batch(), device=rivals.DEVICE)
         self._unseen = self.profile.peak_bytes - plain.peak_bytes  # what only sacplan counts
         self._measured: dict[Any, Point] = {}
 
@@ -130,7 +116,7 @@ class Ours:
         Raises:
             sacplan.InfeasibleBudget: there is no plan.
         """
-        plan = sacplan.plan(self.profile, as_budget(budget_bytes), objective=self.objective)
+        plan = sacplan.plan(self.profile, as_budget(budget_bytes), objective="flops")
         key = frozenset(plan.decisions)
         if key not in self._measured:
             self._measured[key] = rivals.planned(self.case, plan, f"{budget_bytes / GIB:.4f} GiB")
@@ -162,13 +148,13 @@ class Ours:
 
     def sweep(self) -> list[Point]:
         """Measure plans at budgets from the smallest feasible one to the unplanned peak."""
-        smallest = sacplan.plan(self.profile, "smallest", objective=self.objective).peak_bytes
+        smallest = sacplan.plan(self.profile, "smallest", objective="flops").peak_bytes
         largest = self.profile.peak_bytes
         budgets = [smallest + (largest - smallest) * i // _BUDGETS for i in range(_BUDGETS + 1)]
         return [self.at_budget(budget)[1] for budget in budgets]
 
 
-def rows_of(case: Case, objective: str) -> list[Row]:
+def rows_of(case: Case) -> list[Row]:
     """Measure rivals, sacplan at each rival's peak, and sacplan's own sweep; print as it goes."""
     print(f"\n{case.title}")
     plain = rivals.unplanned(case)
@@ -179,7 +165,7 @@ def rows_of(case: Case, objective: str) -> list[Row]:
 
     rows = [row(plain)]
     _print(rows[0])
-    ours = Ours(case, plain, objective)
+    ours = Ours(case, plain)
     for point in rival_points(case):
         theirs, found = row(point), ours.under(point.peak_bytes)
         mine = row(found, f"{point.who} {point.setting}") if found is not None else None
@@ -216,7 +202,7 @@ _STYLE = {  # Okabe and Ito's colours, and a marker of its own for each
 _OURS = "#0072B2"
 
 
-def picture(rows: list[Row], path: Path) -> None:
+def picture(rows: list[Row]) -> None:
     """Draw one panel per model: rivals as markers, sacplan's measured plans as a line."""
     import matplotlib
 
@@ -253,8 +239,7 @@ def picture(rows: list[Row], path: Path) -> None:
         axis.axis("off")
     legend.legend(*panels[0].get_legend_handles_labels(), loc="center", fontsize=10, frameon=False)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(PICTURE, dpi=110)
     plt.close(figure)
 
 
@@ -270,20 +255,17 @@ def _undominated(rows: list[Row]) -> list[Row]:
 def main() -> None:
     parser = Parser(__doc__, "frontier.json")
     parser.choice("--cases", CASES)
-    parser.add_argument("--objective", default="flops", choices=("flops", "time"), help="of sacplan's plans")
-    parser.add_argument("--picture", type=Path, default=PICTURE)
     transformers.logging.set_verbosity_error()
-    arguments = parser.parse_args()
-    print(f"{describe(machine())}; kernels of an {rivals.DEVICE}; least {arguments.objective}")
+    arguments = parser.begin()
     began = time.perf_counter()
     rows: list[Row] = []
     for name in arguments.cases:
-        rows += rows_of(CASES[name], arguments.objective)
+        # transformers looks at values to tell whether sequences are packed, and fake tensors have none.
+        with mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
+            rows += rows_of(CASES[name])
         seconds = round(time.perf_counter() - began, 1)
-        found = [dataclasses.asdict(row) for row in rows]
-        write_results(arguments.json, found, objective=arguments.objective, seconds=seconds)
-        picture(rows, arguments.picture)
-    print(f"\n{time.perf_counter() - began:.0f} s; {arguments.json}, {arguments.picture}")
+        write_results(arguments.json, [dataclasses.asdict(row) for row in rows], seconds=seconds)
+        picture(rows)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
     python -m benchmarks.hf_targets                  # all; into benchmarks/results, and published in the docs
     python -m benchmarks.hf_targets llama vit        # these alone, printed
     python -m benchmarks.hf_targets --resume         # what an interrupted run has not done yet
-    python -m benchmarks.hf_targets --failed         # those that had no step, again
     python -m benchmarks.hf_targets --table          # publish the figures that are there
 
 For each model type the default configuration of its class is saved as a folder, and given to the command line's own
@@ -76,11 +75,6 @@ class Outcome:
     @property
     def profiled(self) -> bool:
         return bool(self.configuration)
-
-    @property
-    def done(self) -> bool:
-        """Whether the default configuration has a step."""
-        return self.configuration == "default"
 
     def __str__(self) -> str:
         """Write the outcome as a line."""

@@ -1,10 +1,11 @@
 """What do the checkpointing modes of today cost, beside a plan for the same bytes?
 
-    python -m benchmarks.modes [--models gpt2 llama resnet50] [--json FILE]
+    python -m benchmarks.modes [--models gpt2 resnet50] [--json FILE]
+    python -m benchmarks.modes --table      # puts the tables on docs/modes.md
 
-Three models on an H100; nothing is computed, times are those of the cost model: GPT-2 (12 layers, 16 x 1024 tokens) and
-the shape of Llama 3.2 1B (16 layers, 4 x 2048 tokens), both of transformers, bfloat16, AdamW with states in bfloat16
-too, ``use_cache=False``; and ResNet-50 (16 blocks, 128 images of 224 x 224, float32, SGD with momentum).
+Two models on an H100; nothing is computed, times are those of the cost model: GPT-2 of transformers (12 layers,
+16 x 1024 tokens, bfloat16, AdamW with states in bfloat16 too, ``use_cache=False``), and ResNet-50 (16 blocks, 128
+images of 224 x 224, float32, SGD with momentum).
 
 A row is a mode of ``sacplan.policy``, as ``sacplan.frontier`` lists them: its peak, and what it recomputes. A fake step
 with the mode applied must have the peak and the FLOPs that are predicted. Beside it, for the mode's peak as the budget,
@@ -22,7 +23,7 @@ import sacplan
 from benchmarks.harness.command import Parser, run_cases
 from benchmarks.harness.plans import plan_or_least, timed
 from benchmarks.harness.results import GIB, Row
-from benchmarks.harness.table import markdown_table
+from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.models import cases
 from benchmarks.models.cases import Case
 from tests.zoo import convnets
@@ -41,12 +42,6 @@ MODES: dict[str, tuple[str, int | str | None]] = {
 SOLVERS = ("best", "rotor")
 
 
-def llama() -> Case:
-    """Build Llama 3.2 1B, embedding and output tied."""
-    model = cases.published("meta-llama/Llama-3.2-1B")
-    return Case(model, cases.text(128256, 4, 2048), optimizer=torch.optim.AdamW)
-
-
 def resnet50() -> Case:
     """Build ResNet-50, 26 M parameters, ReLUs in place."""
     with torch.device("meta"):
@@ -59,7 +54,6 @@ MODELS: dict[str, tuple[str, Callable[[], Case]]] = {
         "GPT-2 (12 layers, 16 x 1024 tokens, bfloat16, AdamW)",
         functools.partial(cases.gpt2, use_cache=False),
     ),
-    "llama": ("Llama 3.2 1B (16 layers, 4 x 2048 tokens, bfloat16, AdamW)", llama),
     "resnet50": ("ResNet-50 (128 images of 224 x 224, float32, SGD)", resnet50),
 }
 
@@ -134,7 +128,7 @@ def markdown(rows: list[Row], name: str) -> str:
         )
         for row in rows
     )
-    return f"**{rows[0]['title']}**\n\n{markdown_table(' | '.join(heads), lines)}\n"
+    return f"**{rows[0]['title']}**\n\n{markdown_table(' | '.join(heads), lines)}"
 
 
 def _shares(figures: Row | None) -> tuple[str, str]:
@@ -143,12 +137,14 @@ def _shares(figures: Row | None) -> tuple[str, str]:
     return f"{100 * figures['recompute_share']:.1f}", f"{100 * figures['recompute_flops_share']:.1f}"
 
 
+TABLE = PageTable("modes", "modes.md", lambda rows: "\n\n".join(markdown(rows, name) for name in MODELS))
+
+
 def main() -> None:
-    parser = Parser(__doc__, "modes.json")
+    parser = Parser(__doc__, "modes.json", TABLE)
     parser.choice("--models", MODELS)
-    arguments = parser.begin(note=f"; planned for: {DEVICE}\n", silence=True)
-    rows = run_cases(arguments.models, rows_of, arguments.json, device=DEVICE)
-    print(*(markdown(rows, name) for name in arguments.models), sep="\n")
+    arguments = parser.begin(silence=True)
+    run_cases(arguments.models, rows_of, arguments.json, device=DEVICE)
 
 
 if __name__ == "__main__":

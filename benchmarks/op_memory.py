@@ -2,6 +2,7 @@
 
     python -m benchmarks.op_memory              # all ops: some ten minutes
     python -m benchmarks.op_memory prod cumprod # some of them; their rows in the file are replaced
+    python -m benchmarks.op_memory --table      # puts the table of what differs by more than 1 % on docs/op_memory.md
 
 A row is an op of ``torch.testing._internal``'s database (float32), as one layer of a small model, on its largest
 sample, scaled up where it can be (``models/op_samples.py``). A step is forward and backward, forward alone where the op
@@ -10,7 +11,7 @@ events, without a plan and with ``sacplan.policy("full")``. Ops with sizes that 
 ``trace="real"``. An op that is not compared says why: the plain op refuses the sample, a trace stops with an error, or
 the process ended.
 
-The table of what differs by more than one percent is for ``docs/op_memory.md``. Needs ``expecttest``.
+Needs ``expecttest``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from benchmarks.harness.command import Parser
 from benchmarks.harness.processes import Limits, in_workers
 from benchmarks.harness.results import Row, read_results, write_results
 from benchmarks.harness.steps import on_one_thread, tensors_of
-from benchmarks.harness.table import markdown_table
+from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.models.op_samples import OpStep, full_name, loss_of, op_database, samples_of
 from sacplan.record.step import Step, call_model
 from sacplan.running.measure import measured_step
@@ -196,8 +197,11 @@ def _replaced(before: list[Row], rows: list[Row], names: Sequence[str]) -> list[
     return kept + [row for left in new.values() for row in left]
 
 
+TABLE = PageTable("op_memory", "op_memory.md", markdown)
+
+
 def main() -> None:
-    parser = Parser(__doc__, "op_memory.json")
+    parser = Parser(__doc__, "op_memory.json", TABLE)
     parser.add_argument("ops", nargs="*", help="names in the database; all of them by default")
     torch.set_num_threads(1)
     arguments = parser.begin()
@@ -216,7 +220,6 @@ def main() -> None:
     if arguments.ops and arguments.json.exists():
         rows = _replaced(read_results(arguments.json)[1], rows, names)
     write_results(arguments.json, rows, seconds=round(time.perf_counter() - began))
-    print("\n" + markdown(rows))
 
 
 if __name__ == "__main__":

@@ -379,15 +379,13 @@ def main() -> None:
     parser.add_argument(
         "ops", nargs="*", help="names in the database (default: all; the others write no table)"
     )
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16", "complex64"])
-    parser.add_argument("--limit", type=int, default=3, help="samples of each op and type")
-    given = parser.parse_args()
+    given = parser.begin()
     from torch.testing._internal.common_methods_invocations import op_db
 
     ops = [op for op in (*op_db, *MORE) if not given.ops or op.name in given.ops]
     start = time.perf_counter()
     compare = CompareMetadata()
-    failed = sweep(compare, ops, [getattr(torch, name) for name in given.dtypes], given.limit)
+    failed = sweep(compare, ops, (torch.float32, torch.bfloat16, torch.complex64), limit=3)
     rows = table(compare)
     for row in rows:
         print(

@@ -2,7 +2,7 @@
 
     python -m benchmarks.published
     python -m benchmarks.published --only mingpt-nano pt-74443-pow2
-    python -m benchmarks.published --classes     # only the committed times by class, beside what was asked for
+    python -m benchmarks.published --table       # puts the committed figures on docs/measured.md
 
 The published figures are in ``benchmarks/data/peaks.jsonl`` and ``steps.jsonl``, the steps that they are of in
 ``benchmarks/models/published_steps.py``. Steps of timm and torchvision need these packages, which are no
@@ -16,19 +16,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.command import Parser
 from benchmarks.harness.played import RunFigures, allocator_figures
 from benchmarks.harness.results import GIB, MIB, RESULTS, ROOT, Row, as_text, read_results, write_results
-from benchmarks.harness.table import csv_text, markdown_table
+from benchmarks.harness.table import PageTable, csv_text, markdown_table
 from benchmarks.models.published_step import COMPILE, Point, Step
 from benchmarks.models.published_steps import STEPS
 from benchmarks.models.published_times import timed_rows
-from benchmarks.published_ops import is_counted
+from benchmarks.published_ops import is_counted, peaks_summary
 from sacplan.core.files import table_of
 from sacplan.core.program import Event, Phase, Program
 from sacplan.device.devices import DeviceSpec, resolve_device
@@ -38,7 +37,6 @@ from sacplan.techniques.offload import timing
 from sacplan.techniques.offload.rewrite import TO_DEVICE, TO_HOST, WAIT_BACK, WAIT_OUT
 
 DATA = ROOT / "benchmarks" / "data" / "peaks.jsonl"
-PAGE = ROOT / "docs" / "measured.md"
 CSV = ROOT / "docs" / "data" / "measured.csv"
 OPS = RESULTS / "published_ops.json"
 CLASSES = ROOT / "benchmarks" / "data" / "classes.csv"
@@ -158,44 +156,19 @@ _RATE = {False: "rate", True: "without"}
 _KINDS = {"known": "eager, known", "assumed": "eager, something assumed", "compiled": "compiled"}
 
 
-def blocks(rows: Sequence[Row], ops: Sequence[Row]) -> dict[str, str]:
-    """Return the parts of the page that are made of the figures: a line for each kind of figure."""
-    peaks = [
-        (f"{_KINDS[kind]}: {_short(row)} bytes", row["error"], row["id"])
-        for kind in _KINDS
-        for row in rows
-        if row["kind"] == kind and "error" in row
-    ]
-    return {
-        "summary": _summary(rows),
-        "peaks": errors_table(peaks),
-        "rates and times": classes_table(rows, ops),
-        "single ops": _ops_summary(ops),
-        "margin": margins_table(rows),
-    }
-
-
-def write_page(rows: Sequence[Row], ops: Sequence[Row]) -> None:
-    """Put the parts on the page."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name, block in blocks(rows, ops).items():
-        before, begin, rest = text.partition(f"<!-- made by python -m benchmarks.published: {name} -->\n")
-        text = f"{before}{begin}\n{block}\n\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
-    PAGE.write_text(text, encoding="utf-8")
-
-
 def percentile(errors: Sequence[float], share: float) -> float:
     """Return the error that a share of all stay within, without their signs."""
     ordered = sorted(map(abs, errors))
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def classes_table(rows: Sequence[Row], ops: Sequence[Row]) -> str:
+def classes_table(rows: Sequence[Row]) -> str:
     """Return the errors of times by class: before, as asked, and now (``benchmarks/data/classes.csv``)."""
     errors = [(f"{row['group']} {row['id']}", row["time_error"]) for row in rows if "time_error" in row]
     rated = (row for row in rows if "published_per_s" in row)
     errors += [(f"{_RATE[row['missing'] == COMPILE]} {row['id']}", _rate_error(row)) for row in rated]
-    errors += [(f"op {row['op']} {row['gpu']}", row["error"]) for row in ops if is_counted(row)]
+    ops = filter(is_counted, read_results(OPS)[1])
+    errors += [(f"op {row['op']} {row['gpu']}", row["error"]) for row in ops]
     lines = []
     for each in table_of(CLASSES):
         found = [(error, name) for name, error in errors if re.search(each["rows"], name)]
@@ -251,11 +224,15 @@ def margins_table(rows: Sequence[Row]) -> str:
     return markdown_table("kind of step | points | 95th percentile | most | of", lines)
 
 
-def errors_table(found: Sequence[tuple[str, float, str]]) -> str:
-    """Return the table of errors by kind of figure, given the kind, the error, and the step of each figure."""
+def peaks_table(rows: Sequence[Row]) -> str:
+    """Return the table of errors of peaks: a line for each kind of figure."""
+    found: dict[str, list[tuple[float, str]]] = defaultdict(list)
+    for kind, said in _KINDS.items():
+        for row in rows:
+            if row["kind"] == kind and "error" in row:
+                found[f"{said}: {_short(row)} bytes"].append((row["error"], row["id"]))
     lines = []
-    for group in dict.fromkeys(group for group, _, _ in found):
-        of_group = [(error, name) for kind, error, name in found if kind == group]
+    for group, of_group in found.items():
         errors = [error for error, _ in of_group]
         worst, of = max(of_group, key=lambda each: abs(each[0]))
         within = (_percent(percentile(errors, share), signed=False) for share in (0.5, 0.9))
@@ -312,15 +289,15 @@ def csv_table(rows: Sequence[Row]) -> str:
     return csv_text(heads, cells)
 
 
-def _ops_summary(rows: Sequence[Row]) -> str:
-    peaks = [row for row in rows if row["metric"] == "memory"]
-    apart = [1024 * abs(row["predicted"] - row["published"]) for row in peaks]  # MiB to KiB
+def _ops_summary(_: Sequence[Row]) -> str:
+    peaks = [row for row in read_results(OPS)[1] if row["metric"] == "memory"]
+    found = peaks_summary(peaks)
     most = max(peaks, key=lambda row: abs(row["predicted"] - row["published"]))
     return (
         "Measured by the authors of Liger-Kernel, in plain PyTorch (`benchmarks/data/op_benchmarks.csv`). "
         "`python -m benchmarks.published_ops` compares row by row. "
-        f"Of {len(peaks)} peaks, {sum(kib <= 64 for kib in apart)} are predicted to within 64 KiB; the worst is off by "
-        f"{max(apart):.0f} KiB of {most['published']:,.0f} MiB. Times are in the table above."
+        f"Of {found['rows']} peaks, {found['within_64_kib']} are predicted to within 64 KiB; the worst is off by "
+        f"{found['worst_kib']:.0f} KiB of {most['published']:,.0f} MiB. Times are in the table above."
     )
 
 
@@ -359,26 +336,26 @@ def _in_order(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: order.index(row["id"]))
 
 
-def read_page_rows(path: Path | None = None) -> tuple[list[Row], list[Row]]:
-    """Return the committed rows of steps and of single ops; those of ops may be missing."""
-    rows = read_results(path or RESULTS / "published.json")[1]
-    return rows, read_results(OPS)[1] if OPS.exists() else []
+TABLES = tuple(
+    PageTable("published", "measured.md", write, f", {name}")
+    for name, write in (
+        ("summary", _summary),
+        ("peaks", peaks_table),
+        ("rates and times", classes_table),
+        ("single ops", _ops_summary),
+        ("margin", margins_table),
+    )
+)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = Parser(__doc__, "published.json")
+def main() -> None:
+    parser = Parser(__doc__, "published.json", *TABLES)
     parser.choice("--only", list(STEPS))
-    parser.add_argument("--classes", action="store_true", help="only print the times of the file by class")
-    options = parser.begin(argv)
-    if options.classes:
-        found = read_page_rows(options.json)
-        print(classes_table(*found), margins_table(found[0]), sep="\n\n")
-        return
     # Steps that do not fit on their card, and types that it computes in software.
-    warnings.simplefilter("ignore")
+    options = parser.begin(silence=True)
     published = published_rows()
     rows = []
-    if options.json is not None and options.json.exists():
+    if options.json.exists():
         rows = [row for row in read_results(options.json)[1] if row["id"] not in options.only]
         rows = [row for row in rows if row["id"] in STEPS]
     for name in options.only:
@@ -388,7 +365,8 @@ def main(argv: list[str] | None = None) -> None:
         rows = _in_order([*rows, *found])
         write_results(options.json, rows)
     if options.json == RESULTS / "published.json":
-        write_page(*read_page_rows())
+        for table in TABLES:
+            table.put(rows)
         CSV.write_text(csv_table(rows), encoding="utf-8")
 
 

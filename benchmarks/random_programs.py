@@ -49,14 +49,15 @@ import sacplan
 from benchmarks.harness.command import Parser
 from benchmarks.harness.mixed_plans import mixed_plan, plan_with, scattered_plan
 from benchmarks.harness.plans import as_budget, budget_at
-from benchmarks.harness.results import RESULTS, Row, describe, machine, write_results
+from benchmarks.harness.results import RESULTS, Row, write_results
 from benchmarks.harness.steps import same_bits
+from benchmarks.harness.streams import fake_step
+from benchmarks.models.cases import Case
 from benchmarks.models.random_blocks import DIM, FORMS, INSTRUCTIONS, Block, Code, Net, tape
 from sacplan.core.decisions import as_decisions
 from sacplan.core.elements import CallSite
 from sacplan.core.program import Phase, Program
 from sacplan.planning.units import unit_plans
-from sacplan.profiling.tracing import StepRequest, trace_step
 from sacplan.torch_compat.ops import is_computation
 
 BATCH, LENGTH = 3, 3
@@ -363,10 +364,8 @@ def _compare_peaks(program: RandomProgram, kind: str, plan: sacplan.Plan, outcom
 
 def peaks_of_fake_step(program: RandomProgram, plan: sacplan.Plan) -> tuple[int, int]:
     """Return the peaks of the device and of the host in a fake step with a plan."""
-    seen = trace_step(StepRequest(
-        copy.deepcopy(program.net), program.batch(0), program.loss, None, "cpu", "cost-model", "fake",
-        prepare=lambda fake: sacplan.apply(fake, plan), saved="observe",
-    )).program.footprint  # fmt: skip
+    case = Case(copy.deepcopy(program.net), program.batch(0), program.loss)
+    seen = fake_step(case, plan, "cpu").program.footprint
     return seen.peak_bytes, seen.host_peak_bytes
 
 
@@ -454,8 +453,8 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="one program, shown; no figures are written")
     parser.add_argument("--offload", action="store_true", help="decisions that offload")
     parser.add_argument("--frozen", action="store_true", help="most parameters are frozen")
-    arguments = parser.parse_args()
     torch.set_num_threads(1)
+    arguments = parser.begin()
     kinds = OFFLOADING if arguments.offload else KINDS
     if arguments.offload and arguments.json == RESULTS / "random_programs.json":
         arguments.json = RESULTS / f"{'frozen' if arguments.frozen else 'offload'}_programs.json"
@@ -463,7 +462,6 @@ def main() -> None:
         print(make_program(arguments.only))
         print(run(arguments.only, kinds=kinds, threads=True, frozen=arguments.frozen))
         return
-    print(describe(machine()), flush=True)
     began = time.monotonic()
     total, refused = Counter[str](), Counter[str]()
     rows: list[Row] = []

@@ -30,13 +30,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import sacplan
-from benchmarks.harness.steps import LossFn, tensors_of
+from benchmarks.harness.steps import tensors_of
 from sacplan.device.cost import CostModel
 from sacplan.device.devices import resolve_device
 from sacplan.device.kernels import active_device
 from sacplan.device.op_kernels import Call
 from sacplan.device.overrides import override
 from sacplan.record.fake_copy import FakeCopier
+from sacplan.record.step import default_loss
 
 DEVICE = "h100"
 COMPILE_BUDGETS = (0.7, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -54,18 +55,14 @@ class Case:
         title: for the picture.
         make_model: called under the meta device.
         make_batch: called inside ``sacplan.fake_device``, or outside for a real one.
-        loss_fn: ``loss_fn(model, batch) -> scalar``.
         layers: the list of layers, by name.
-        context: entered around all of its steps.
     """
 
     name: str
     title: str
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[], Any]
-    loss_fn: LossFn
     layers: str
-    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +84,10 @@ class NotApplicable(Exception):
 
 def measure(case: Case, who: str, setting: str, prepare: Prepare = lambda model: None) -> Point:
     """Run and measure a fake step after ``prepare`` has changed the model."""
-    with case.context(), sacplan.fake_device(DEVICE):
+    with sacplan.fake_device(DEVICE):
         model, batch = _fake(case)
         prepare(model)
-        return _measured_step(model, batch, lambda: case.loss_fn(model, batch).backward(), who, setting)
+        return _measured_step(model, batch, lambda: default_loss(model, batch).backward(), who, setting)
 
 
 def meta_model(case: Case) -> nn.Module:
@@ -216,24 +213,24 @@ def _run_as_it_is(graph: torch.fx.GraphModule, example_inputs: Any) -> Any:
     return run
 
 
-def compiled(case: Case, budget: float, *, loss_in_graph: bool = True) -> Point:
+def compiled(case: Case, budget: float) -> Point:
     """Run the step as AOTAutograd's min-cut partitioner cuts it for a memory budget (its default solver, ``dp``).
 
     Dynamo and Inductor are left out: what is saved and what is recomputed is decided between them. The graphs run
     op by op, so temporaries count that Inductor may fuse away.
 
     Args:
+        case: the model; its loss is compiled with it.
         budget: ``torch._functorch.config.activation_memory_budget``; 1 is what it does without one.
-        loss_in_graph: whether the loss is compiled too. It lowers the peak where a large output comes before it.
     """
-    with case.context(), sacplan.fake_device(DEVICE), functorch_config.patch(activation_memory_budget=budget):
+    with sacplan.fake_device(DEVICE), functorch_config.patch(activation_memory_budget=budget):
         model, batch = _fake(case)
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
         def call(named: dict[str, torch.Tensor], batch: Any) -> torch.Tensor:
             # Ties are kept.
             with nn.utils.stateless._reparametrize_module(model, named, tie_weights=True):
-                return case.loss_fn(model, batch) if loss_in_graph else model(batch)
+                return default_loss(model, batch)
 
         graph = aot_function(
             call,
@@ -244,10 +241,7 @@ def compiled(case: Case, budget: float, *, loss_in_graph: bool = True) -> Point:
         )
 
         def step() -> None:
-            if loss_in_graph:
-                graph(named, batch).backward()
-            else:
-                graph(named, batch).sum().backward()
+            graph(named, batch).backward()
 
         with _RoutedFunctions():
             step()  # traces and cuts
@@ -258,7 +252,7 @@ def compiled(case: Case, budget: float, *, loss_in_graph: bool = True) -> Point:
 # --- the prototype, torch.distributed._tools --------------------------------------------------------------
 
 
-def prototype(case: Case, shares: Sequence[float] = PROTOTYPE_SHARES) -> list[Point]:
+def prototype(case: Case) -> list[Point]:
     """Run the plans of PyTorch's prototype (PR #137908) at shares of its own predicted peak, applied as it says.
 
     Per module that it checkpoints, its ``get_optimal_checkpointing_policy_per_module`` gives the ops to save, and
@@ -274,9 +268,8 @@ def prototype(case: Case, shares: Sequence[float] = PROTOTYPE_SHARES) -> list[Po
     np.random.seed(0)  # its fit of the trade-off curves draws from there
     logging.getLogger(sac_ilp.__name__).setLevel(logging.CRITICAL)  # it warns about its own statistics
     quiet = contextlib.redirect_stdout(io.StringIO())
-    with case.context(), sacplan.fake_device(DEVICE), _prototype_times(), quiet:
-        model, batch = _fake(case)
-        info, estimator = _prototype_statistics(case, model, batch, SACEstimator())
+    with sacplan.fake_device(DEVICE), _prototype_times(), quiet:
+        info, estimator = _prototype_statistics(*_fake(case), SACEstimator())
     try:
         graph = ilp_utils.parse_module_info(info)
     except AssertionError as error:  # without a word
@@ -286,7 +279,7 @@ def prototype(case: Case, shares: Sequence[float] = PROTOTYPE_SHARES) -> list[Po
         ) from error
     predicted, _ = ilp_utils.get_peak_memory_runtime_baseline(graph)
     points = []
-    for share in shares:
+    for share in PROTOTYPE_SHARES:
         decisions, _, _ = sac_ilp.sac_milp(graph, memory_budget=share * predicted / 2**30)
         if decisions:
             policies = {
@@ -331,14 +324,14 @@ def prototype_traced(
     return tracker, runtime
 
 
-def _prototype_statistics(case: Case, model: nn.Module, batch: Any, estimator: Any) -> tuple[Any, Any]:
+def _prototype_statistics(model: nn.Module, batch: Any, estimator: Any) -> tuple[Any, Any]:
     from torch.distributed._tools.ilp_utils import aggregate_stats
 
     def step() -> None:
-        case.loss_fn(model, batch).backward()
+        default_loss(model, batch).backward()
         model.zero_grad(set_to_none=True)
 
-    tracker, runtime = prototype_traced(model, step, estimator, lambda: case.loss_fn(model, batch))
+    tracker, runtime = prototype_traced(model, step, estimator, lambda: default_loss(model, batch))
     # It divides by what the ops of a module take. A module that takes nothing is a leaf to it then: no choice.
     for fqn in [fqn for fqn, stats in estimator.sac_mod_stats.items() if not sum(stats.memory)]:
         del estimator.sac_mod_stats[fqn], estimator.sac_mod_greedy_order_meta[fqn]

@@ -17,6 +17,7 @@ up.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import sys
 import time
@@ -81,12 +82,10 @@ def outcome_of(name: str) -> Outcome:
             name, NOT_BUILT, f"{type(error).__name__}: {error}", seconds=time.perf_counter() - began
         )
 
-    def steps() -> Iterable[Row]:
-        if name.endswith(INFERENCE):
-            return inference_of(name, family, model.eval(), batch)
-        return steps_of(name, family, Case(model, batch, loss_of))
-
-    return outcome_of_steps(steps, began, model_type=name, model_class=type(model).__name__, source=family)
+    steps = functools.partial(steps_of, name, family, Case(model, batch, loss_of))
+    if name.endswith(INFERENCE):
+        steps = functools.partial(inference_of, name, family, model.eval(), batch)
+    return outcome_of_steps(name, family, model, steps, began)
 
 
 @on_one_thread
@@ -156,12 +155,8 @@ def remarks(found: Iterable[Outcome]) -> list[str]:
     return lines
 
 
-def summary_of(found: Iterable[Outcome]) -> str:
-    """Sum up all outcomes in one line."""
-    return summary(found, "models of other packages run")
-
-
-SWEEP = Sweep("zoo", Outcome, outcome_of, lost, summary_of)
+SUMMARY = functools.partial(summary, what="models of other packages run")
+SWEEP = Sweep("zoo", Outcome, outcome_of, lost, SUMMARY)
 
 
 def main(argv: list[str] | None = None) -> int:

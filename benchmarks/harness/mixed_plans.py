@@ -90,8 +90,7 @@ def scattered_plan(
     """
     found = list(_scattered(profile, rng, list(units), any_tensor=any_tensor))
     if any_tensor:
-        refused = why_not
-        found = [one for one in found if not refused(profile.program, [one], profile.spec)]
+        found = [one for one in found if not why_not(profile.program, [one], profile.spec)]
     return plan_with(profile, found)
 
 

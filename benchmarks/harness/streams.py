@@ -145,7 +145,7 @@ class _Task(NamedTuple):
     event: int = -1
 
 
-def fake_step(case: Case, plan: sacplan.Plan, spec: DeviceSpec) -> sacplan.Profile:
+def fake_step(case: Case, plan: sacplan.Plan, spec: str | DeviceSpec) -> sacplan.Profile:
     """Run a fake step with a plan."""
     return trace_step(StepRequest(
         case.model, case.batch, case.loss_fn, case.optimizer, spec, "cost-model", "fake",

@@ -17,7 +17,7 @@ from benchmarks.harness.results import RESULTS, ROOT, Row, describe, machine, re
 from benchmarks.harness.table import PageTable
 
 Kind = TypeVar("Kind", bound=Any)
-"""What became of a model: ``model_type``, ``done`` or not, a line by ``str``, ``as_row()`` and ``of_row(row)``."""
+"""What became of a model: ``model_type``, a line by ``str``, ``as_row()`` and ``of_row(row)``."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,6 @@ class Sweep(Generic[Kind]):
         parser.add_argument(
             "--resume", action="store_true", help="keep the outcomes that the file already has"
         )
-        parser.add_argument("--failed", action="store_true", help="keep those of them that have figures")
         if self.page is not None:
             parser.add_argument("--table", action="store_true", help="publish what is there, run nothing")
         arguments = parser.parse_args(argv)
@@ -90,12 +89,12 @@ class Sweep(Generic[Kind]):
         """Try models, and return all outcomes by name; ``about`` is what the file says besides."""
         path = arguments.json or (None if arguments.names else self.path)
         found: dict[str, Kind] = {}
-        if (arguments.resume or arguments.failed) and path is not None and path.exists():
+        if arguments.resume and path is not None and path.exists():
             then, before = self.read(path)
             here = torch.__version__, transformers.__version__
             # Rows of other versions are not those of this run.
             if (then["machine"]["torch"], then["machine"]["transformers"]) == here:
-                found = {o.model_type: o for o in before if o.done or not arguments.failed}
+                found = {o.model_type: o for o in before}
         torch.set_num_threads(1)
         print(describe(machine()))
         ordered = [found[name] for name in sorted(found)]

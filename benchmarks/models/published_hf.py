@@ -6,25 +6,19 @@ import functools
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from benchmarks.harness.played import Loop
 from benchmarks.harness.results import MIB
 from benchmarks.models import cases
-from benchmarks.models.published_step import (
-    Built,
-    Point,
-    Step,
-    empty,
-    foreach_adamw,
-    single_adamw,
-)
+from benchmarks.models.cases import Case
+from benchmarks.models.published_step import Point, Step, empty, foreach_adamw, in_autocast, single_adamw
 from sacplan.profiling.optimizer_table import AdamW8bitSizes
+from sacplan.record.step import default_loss
 
 # --- transformers -----------------------------------------------------------------------------------------
 
 
-def _bert(optimizer: Any, autocast: bool = False) -> Built:
+def _bert(optimizer: Any, autocast: bool = False) -> Case:
     import transformers
 
     config = transformers.BertConfig(
@@ -33,14 +27,8 @@ def _bert(optimizer: Any, autocast: bool = False) -> Built:
     )  # fmt: skip
     with torch.device("meta"):
         model = transformers.BertForSequenceClassification(config)
-
-    def in_float16(model: nn.Module, batch: Any) -> torch.Tensor:
-        with torch.autocast("cuda", torch.float16):
-            loss: torch.Tensor = model(**batch).loss
-            return loss
-
-    batch = {"input_ids": empty(4, 512), "labels": empty(4)}
-    return Built(model=model, batch=batch, loss_fn=in_float16 if autocast else None, optimizer=optimizer)
+    loss_fn = in_autocast(default_loss, torch.float16) if autocast else None
+    return Case(model, {"input_ids": empty(4, 512), "labels": empty(4)}, loss_fn, optimizer)
 
 
 _CONTEXT_MIB = 1343
@@ -54,7 +42,7 @@ _BERT = functools.partial(
 )
 
 
-def _peft(kind: Literal["full", "lora", "ln"]) -> Built:
+def _peft(kind: Literal["full", "lora", "ln"]) -> Case:
     model: Any = cases.published("meta-llama/Llama-3.2-3B")
     if kind != "full":
         import peft
@@ -67,18 +55,13 @@ def _peft(kind: Literal["full", "lora", "ln"]) -> Built:
         with torch.device("meta"):
             model = peft.get_peft_model(model, adapter)
     tokens = empty(4, 768)
-    return Built(
-        model=model.train(),
-        batch={"input_ids": tokens, "labels": tokens},
-        loss_fn=lambda model, batch: model(**batch).loss,
-        optimizer=foreach_adamw,
-    )
+    return Case(model.train(), {"input_ids": tokens, "labels": tokens}, optimizer=foreach_adamw)
 
 
 _PEFT = functools.partial(
     Step,
-    points=(Point(part=("max_reserved",), figure="reserved"),),
     device="l40s",
+    points=(Point(part=("max_reserved",), figure="reserved"),),
     assumed=True,
 )
 

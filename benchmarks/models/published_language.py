@@ -17,24 +17,25 @@ from benchmarks.harness.played import Loop
 from benchmarks.harness.results import GIB, MIB
 from benchmarks.models import cases
 from benchmarks.models import published_networks as networks
-from benchmarks.models.cases import fused_adamw
+from benchmarks.models.cases import Case, fused_adamw
 from benchmarks.models.published_step import (
     COMPILE,
     GB,
     LAYERS,
     MIXED,
-    Built,
     Point,
     Step,
     empty,
     foreach_adamw,
     full_policy,
+    in_autocast,
     offloading_policy,
     op_policy,
     step_in_backward,
 )
 from sacplan.core.program import Op, Phase, Program
 from sacplan.profiling.optimizer_table import AdamW8bitSizes
+from sacplan.record.step import call_model
 
 # --- minGPT -----------------------------------------------------------------------------------------------
 
@@ -54,7 +55,7 @@ def _logits_and_loss(program: Program) -> Iterable[int]:
     return head.writes[0], loss.writes[0]
 
 
-def _mingpt(layers: int, heads: int, width: int) -> Built:
+def _mingpt(layers: int, heads: int, width: int) -> Case:
     with torch.device("meta"):
         model = networks.MinGPT(layers, heads, width, vocabulary=3, length=11)
 
@@ -68,12 +69,7 @@ def _mingpt(layers: int, heads: int, width: int) -> Built:
     others = [p for _, name, p in named if name not in is_matrix]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), foreach=False)
-    return Built(
-        model=model,
-        batch=(empty(64, 11), empty(64, 11)),
-        loss_fn=lambda model, batch: model(*batch)[1],
-        optimizer=optimizer,
-    )
+    return Case(model, (empty(64, 11), empty(64, 11)), lambda model, batch: model(*batch)[1], optimizer)
 
 
 _MINGPT = functools.partial(
@@ -110,11 +106,10 @@ def _float_logits(program: Program) -> Iterable[int]:
     return upcast.writes[0], loss.writes[0]
 
 
-def _titan(shape: networks.LlamaShape, sequences: int, length: int = 8192) -> Built:
+def _titan(shape: networks.LlamaShape, sequences: int, length: int = 8192) -> Case:
     with torch.device("meta"):
         model = networks.Llama(shape)
-    batch = empty(sequences, length), empty(sequences, length)
-    return Built(model=model, batch=batch, loss_fn=titan_loss, optimizer=foreach_adamw)
+    return Case(model, (empty(sequences, length), empty(sequences, length)), titan_loss, foreach_adamw)
 
 
 def _kept_by_checkpointing(program: Program) -> Mapping[int, int]:
@@ -183,9 +178,7 @@ def _loss_of_chunk(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")
 
 
-def _tune_loss(
-    model: nn.Module, batch: Any, of_chunk: Callable[..., torch.Tensor] = _loss_of_chunk
-) -> torch.Tensor:
+def _tune_loss(model: nn.Module, batch: Any, of_chunk: Callable[..., torch.Tensor]) -> torch.Tensor:
     tokens, labels = batch
     labels = torch.hstack((labels[..., 1:], labels.new_full((labels.shape[0], 1), -100)))
     logits = model(tokens)
@@ -202,22 +195,17 @@ def _tune_loss(
     return torch.stack(losses).sum() / total
 
 
-def _tune(chunks: int = 1, rank: int = 0, *, compiled: bool = False) -> Built:
+def _tune(chunks: int = 1, rank: int = 0, *, compiled: bool = False) -> Case:
     with torch.device("meta"):
         model = networks.Llama(dataclasses.replace(networks.LLAMA_32_3B, chunks=chunks)).in_bfloat16()
     if rank:
         model = networks.with_qlora(model, rank)
-    return Built(
-        model=model,
-        batch=(empty(2, 4096), empty(2, 4096)),
-        loss_fn=functools.partial(_tune_loss, of_chunk=torch.compile(_loss_of_chunk))
-        if compiled
-        else _tune_loss,
-        optimizer=fused_adamw,
-    )
+    of_chunk = torch.compile(_loss_of_chunk) if compiled else _loss_of_chunk
+    loss_fn = functools.partial(_tune_loss, of_chunk=of_chunk)
+    return Case(model, (empty(2, 4096), empty(2, 4096)), loss_fn, fused_adamw)
 
 
-def _tune_in_backward(make: Any, *, compiled: bool = False) -> Built:
+def _tune_in_backward(make: Any, *, compiled: bool = False) -> Case:
     """Return the step with an optimizer for each parameter, which steps when its gradient is there."""
     built = _tune(8, compiled=compiled)
     step_in_backward(built.model, make)
@@ -240,7 +228,7 @@ def _tune_step(chunks: int = 1, **changes: Any) -> Step:
 _PEFT_LAYERS = "base_model.model.model.layers.*"
 
 
-def _qlora_70b() -> Built:
+def _qlora_70b() -> Case:
     """Return Llama-2-70B in 4 bits, stored as bfloat16, with adapters of rank 8 on all linear layers."""
     import peft
     import transformers
@@ -261,13 +249,8 @@ def _qlora_70b() -> Built:
             bnb_4bit_quant_storage=torch.bfloat16,
         ),
     )
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            found: torch.Tensor = model(input_ids=batch, labels=batch).loss
-            return found
-
-    return Built(model=model, batch=empty(2, 2048), loss_fn=loss, optimizer=foreach_adamw)
+    loss_fn = in_autocast(lambda model, tokens: model(input_ids=tokens, labels=tokens).loss)
+    return Case(model, empty(2, 2048), loss_fn, foreach_adamw)
 
 
 def _peft_fsdp(offload: bool) -> Step:
@@ -275,7 +258,7 @@ def _peft_fsdp(offload: bool) -> Step:
         build=_qlora_70b,
         points=(Point(unit=GB, figure="reserved"),),
         device="a100-80gb",
-        plan=lambda profile: sacplan.policy("full", profile=profile, layers=_PEFT_LAYERS),
+        plan=functools.partial(full_policy, layers=_PEFT_LAYERS),
         fsdp=sacplan.FSDP2(2, (_PEFT_LAYERS, ""), offload_policy=CPUOffloadPolicy() if offload else None),
         assumed=True,
     )
@@ -315,26 +298,19 @@ class ShardedSizes(torch.optim.Optimizer):
                 share.add_(state[names[0]], alpha=-0.1)
 
 
-def _nanochat() -> Built:
+def _nanochat() -> Case:
     with torch.device("meta"):
         model = networks.Nanochat(layers=20, width=1280, heads=10, vocabulary=65536, length=2048)
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            found: torch.Tensor = model(*batch)
-            return found
-
-    return Built(model=model, batch=(empty(32, 2048), empty(32, 2048)), loss_fn=loss, optimizer=ShardedSizes)
+    return Case(model, (empty(32, 2048), empty(32, 2048)), in_autocast(call_model), ShardedSizes)
 
 
 # --- PyTorch's issue 74443 ----------------------------------------------------------------------------
 
 
-def _two_linears() -> Built:
+def _two_linears() -> Case:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
-    x = empty(4, 256, 1024, dtype=torch.float32)
-    return Built(model=model, batch=x, loss_fn=lambda model, x: model(x).sum())
+    return Case(model, empty(4, 256, 1024, dtype=torch.float32), lambda model, x: model(x).sum())
 
 
 def _sum(program: Program) -> Iterable[int]:

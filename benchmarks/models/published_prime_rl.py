@@ -34,18 +34,17 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-import sacplan
 from benchmarks.harness.played import Loop
 from benchmarks.harness.results import GIB
-from benchmarks.models.cases import published_config
+from benchmarks.models.cases import Case, published_config
 from benchmarks.models.published_step import (
     COMPILE,
     MIXED,
-    Built,
     Point,
     Step,
     empty,
     foreach_adamw,
+    full_policy,
     offloading_policy,
 )
 from sacplan.core.program import Program
@@ -219,12 +218,12 @@ def _build(
     parts: int = 2,
     rank: int = 0,
     grouped: bool = True,
-) -> Built:
+) -> Case:
     with torch.device("meta"):
         model = _Qwen3(config(), head, rank, grouped)
     batch = tuple((empty(1, length), empty(1, length)) for _ in range(parts))
     loss_fn = _fine_tuning if head is nn.Linear else _reinforcement
-    return Built(model=model, batch=batch, loss_fn=loss_fn, optimizer=None if rank else _clipped)
+    return Case(model, batch, loss_fn, None if rank else _clipped)
 
 
 def _fine_tuning(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -322,7 +321,7 @@ def prime_rl(row: Mapping[str, Any]) -> Step:
     return _step(
         _qwen3_06b, head, setting["seq"], row["device"],
         points=(), missing="", samples=tokens, pageable_bytes=25 * tokens, group="prime-rl, Qwen3-0.6B",
-        spread=_fully_sharded, plan=lambda profile: sacplan.policy("full", profile=profile, layers=_LAYERS),
+        spread=_fully_sharded, plan=functools.partial(full_policy, layers=_LAYERS),
     )  # fmt: skip
 
 

@@ -7,12 +7,14 @@ not known of the setting or missing in the prediction.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -20,8 +22,9 @@ import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from benchmarks.harness.played import Loop
 from benchmarks.harness.steps import LossFn
+from benchmarks.models.cases import Case
 from sacplan.core.decisions import Offload, SeenTensor, Site
-from sacplan.core.program import CallSite, Program, StorageKind
+from sacplan.core.program import StorageKind
 from sacplan.device.devices import DeviceSpec, resolve_device
 from sacplan.techniques.offload.sites import place_of, sites_of, weight_of, weights_asked_for
 
@@ -53,7 +56,7 @@ class Point:
     figure: Figure = "allocated"
     first: bool = False
     loop: Loop | None = None
-    build: Callable[[], Built] | None = None
+    build: Callable[[], Case] | None = None
 
     def published_bytes(self, measured: Any) -> float:
         """Return the published figure in bytes."""
@@ -68,21 +71,11 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
-    """A model on the meta device, and what a step of it takes."""
-
-    model: nn.Module
-    batch: Any
-    loss_fn: LossFn | None = None
-    optimizer: Any = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A published step.
 
     Attributes:
-        build: makes the model.
+        build: makes the model, on the meta device.
         points: the figures that are compared.
         device: the GPU, for times and for the size of workspaces.
         workspace_bytes: of cuBLAS in PyTorch of that time, without those of cuBLASLt; None: as today.
@@ -105,9 +98,9 @@ class Step:
         missing: what the step had that the prediction has not.
     """
 
-    build: Callable[[], Built]
-    points: tuple[Point, ...]
+    build: Callable[[], Case]
     device: str | DeviceSpec
+    points: tuple[Point, ...] = ()
     workspace_bytes: int | None = None
     plan: Callable[[sacplan.Profile], sacplan.Plan] | None = None
     loop: Loop = dataclasses.field(default_factory=Loop)
@@ -190,6 +183,22 @@ def step_in_backward(model: nn.Module, make: Callable[[Any], torch.optim.Optimiz
         p.register_post_accumulate_grad_hook(step)
 
 
+def classified(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the cross-entropy of images and their labels."""
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
+def in_autocast(run: LossFn, dtype: torch.dtype = torch.bfloat16) -> LossFn:
+    """Compute a loss under autocast."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast("cuda", dtype):
+            return run(model, batch)
+
+    return loss_fn
+
+
 COMPILE = "torch.compile"
 LAYERS = "layers.*"
 _STASH = 5
@@ -206,6 +215,9 @@ def full_policy(profile: sacplan.Profile, layers: str = LAYERS) -> sacplan.Plan:
     return sacplan.policy("full", profile=profile, layers=layers)
 
 
+blocks_policy = functools.partial(full_policy, layers="blocks.*")
+
+
 def offloading_policy(
     profile: sacplan.Profile, layers: str = LAYERS, stash: int = _STASH, ahead: int = 1
 ) -> sacplan.Plan:
@@ -214,8 +226,8 @@ def offloading_policy(
     As torchtune does it with streams (``OffloadActivations``): the copy of an input begins when its layer does, up to
     five inputs stay on the device until theirs are over, and a layer's input is called back one layer ahead.
     """
-    plan, program = sacplan.policy("full", profile=profile, layers=layers), profile.program
-    units = sorted((unit for unit in plan.units if unit), key=_number)
+    plan, program = full_policy(profile, layers), profile.program
+    units = sorted((unit for unit in plan.units if unit), key=lambda unit: int(unit.rpartition(".")[2]))
     decisions = []
     for i, unit in enumerate(units):
         sites = sites_of(program, unit)
@@ -226,22 +238,14 @@ def offloading_policy(
         )
         # With a stash of none, a layer's input leaves when the layer is over.
         is_last = not stash or i + stash >= len(units)
-        later = unit if not stash else units[min(i + stash, len(units) - 1)]
-        at = _last(program, later) if is_last else next(iter(sites_of(program, later).items()))
+        later = units[min(i + stash, len(units) - 1)]
+        _, at = list(sites_of(program, later).items())[-1 if is_last else 0]
         before = units[min(i + ahead, len(units) - 1)]
         asked = next(iter(weights_asked_for(program, before).values()))
         decisions.append(
             Offload(
-                unit, *sites[first], tensor=place_of(program, first, storage), let_go=Site(later, *at[1]),
+                unit, *sites[first], tensor=place_of(program, first, storage), let_go=Site(later, *at),
                 fetch=SeenTensor(before, *sites_of(program, before)[asked], weight_of(program, asked)),
             )
         )  # fmt: skip
     return plan_with(profile, (*plan.decisions, *decisions))
-
-
-def _number(unit: str) -> int:
-    return int(unit.rpartition(".")[2])
-
-
-def _last(program: Program, unit: str) -> tuple[int, CallSite]:
-    return list(sites_of(program, unit).items())[-1]

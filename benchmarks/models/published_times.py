@@ -11,44 +11,41 @@ import dataclasses
 import functools
 import importlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sacplan
 from benchmarks.harness.results import ROOT
 from benchmarks.models import published_networks as networks
-from benchmarks.models.cases import fused_adamw
+from benchmarks.models.cases import Case, fused_adamw
 from benchmarks.models.published_prime_rl import prime_rl
-from benchmarks.models.published_step import MIXED, Built, Point, Step, empty, foreach_adamw
+from benchmarks.models.published_step import (
+    MIXED,
+    Point,
+    Step,
+    blocks_policy,
+    classified,
+    empty,
+    foreach_adamw,
+    full_policy,
+    in_autocast,
+    single_adamw,
+)
 from sacplan.device.devices import DeviceSpec, resolve_device
+from sacplan.record.step import call_model
 
 DATA = ROOT / "benchmarks" / "data" / "steps.jsonl"
 
 # --- images -----------------------------------------------------------------------------------------------
 
 
-def _classified(model: nn.Module, batch: Any) -> Tensor:
-    images, labels = batch
-    return F.cross_entropy(model(images), labels)
-
-
 def _from_zero(model: nn.Module, batch: Any) -> Tensor:
     model.zero_grad(set_to_none=False)
-    return _classified(model, batch)
-
-
-def _in_float16(run: Callable[[nn.Module, Any], Any], model: nn.Module, batch: Any) -> Any:
-    with torch.autocast("cuda", torch.float16):
-        return run(model, batch)
-
-
-def _images(batch: int, size: int, dtype: torch.dtype, layout: torch.memory_format) -> Tensor:
-    return empty(batch, 3, size, size, dtype=dtype).contiguous(memory_format=layout)
+    return classified(model, batch)
 
 
 _NESTEROV = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=False)
@@ -56,7 +53,7 @@ _NESTEROV = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=Tr
 
 def _vision(
     setting: Mapping[str, Any], *, channels_last: bool, half: bool, optimizer: Any, autocast: bool = True
-) -> Built:
+) -> Case:
     """Build a model of timm or torchvision by its name, "timm resnet50"."""
     package, name = setting["model"].split()
     with torch.device("meta"):
@@ -68,14 +65,15 @@ def _vision(
             model = getattr(importlib.import_module("torchvision.models"), name)()
     layout = torch.channels_last if channels_last else torch.contiguous_format
     model = (model.half() if half else model).to(memory_format=layout)
-    images = _images(setting["batch"], setting["image"], torch.half if half else torch.float, layout)
+    n, size = setting["batch"], setting["image"]
+    images = empty(n, 3, size, size, dtype=torch.half if half else torch.float)
+    images = images.contiguous(memory_format=layout)
     if setting["mode"] == "inference":
-        run = functools.partial(_in_float16, lambda model, batch: model(*batch))
-        return Built(model=model.eval(), batch=(images,), loss_fn=run)
-    loss = _from_zero if half else _classified
+        return Case(model.eval(), (images,), in_autocast(call_model, torch.float16))
+    loss_fn = _from_zero if half else classified
     if autocast and not half:
-        loss = functools.partial(_in_float16, _classified)
-    return Built(model=model, batch=(images, empty(setting["batch"])), loss_fn=loss, optimizer=optimizer)
+        loss_fn = in_autocast(classified, torch.float16)
+    return Case(model, (images, empty(n)), loss_fn, optimizer)
 
 
 _GROUPED = """
@@ -94,14 +92,7 @@ def _timm(row: Mapping[str, Any]) -> Step:
         kind = "transformers and MLPs" if name.startswith(_TRANSFORMERS) else "dense convolutions"
         group = f"vision training, {'grouped convolutions' if name in _GROUPED.split() else kind}"
     return Step(
-        build=functools.partial(
-            _vision,
-            setting,
-            channels_last=True,
-            half=False,
-            optimizer=_NESTEROV if "train" in group else None,
-        ),
-        points=(),
+        build=functools.partial(_vision, setting, channels_last=True, half=False, optimizer=_NESTEROV),
         device=row["device"],
         mode=setting["mode"],
         samples=setting["batch"],
@@ -109,7 +100,7 @@ def _timm(row: Mapping[str, Any]) -> Step:
     )
 
 
-def _torchvision_1_7(setting: Mapping[str, Any]) -> Built:
+def _torchvision_1_7(setting: Mapping[str, Any]) -> Case:
     """Build a model of torchvision, whose ReLU6 saved its result, as ReLU does, until PyTorch 1.10 (pytorch#95432)."""
     built = _vision(setting, channels_last=False, half=True, optimizer=None)
     for module in built.model.modules():
@@ -125,7 +116,6 @@ def _torchvision(row: Mapping[str, Any]) -> Step:
     images, pixels = setting["batch"], setting["image"] ** 2
     return Step(
         build=functools.partial(_torchvision_1_7, setting),
-        points=(),
         device="a100-40gb",
         samples=images,
         adds_gradients=True,
@@ -152,7 +142,6 @@ def _examples(row: Mapping[str, Any]) -> Step:
     group = {"TF32": "TF32 on an A100", "float32": "float32 on a V100"}
     return Step(
         build=build,
-        points=(),
         device=row["device"],
         samples=setting["batch"] * setting.get("accumulation", 1),
         accumulation=setting.get("accumulation", 1),
@@ -186,27 +175,20 @@ def _triton_attention(width: int, heads: int) -> DeviceSpec:
     return dataclasses.replace(spec, rates=rates)
 
 
-def _mpt(setting: Mapping[str, Any]) -> Built:
+def _mpt(setting: Mapping[str, Any]) -> Case:
     with torch.device("meta"):
         model = networks.MPT(*_MPT[setting["model"].split()[1]], setting["seq"])
     tokens = empty(setting["microbatch"], setting["seq"])
-    return Built(
-        model=model, batch=(tokens, tokens), loss_fn=lambda m, batch: m(*batch), optimizer=foreach_adamw
-    )
-
-
-def _blocks_policy(profile: sacplan.Profile) -> sacplan.Plan:
-    return sacplan.policy("full", profile=profile, layers="blocks.*")
+    return Case(model, (tokens, tokens), optimizer=foreach_adamw)
 
 
 def _foundry(row: Mapping[str, Any]) -> Step:
     setting = row["setting"]
     return Step(
         build=functools.partial(_mpt, setting),
-        points=(),
         device=_triton_attention(*_MPT[setting["model"].split()[1]][1:]),
         fsdp=sacplan.FSDP2(setting["gpus"], ("blocks.*", ""), mp_policy=MIXED),
-        plan=None if setting["checkpointing"] == "none" else _blocks_policy,
+        plan=None if setting["checkpointing"] == "none" else blocks_policy,
         samples=setting["microbatch"] * setting["seq"] * setting["accumulation"],
         accumulation=setting["accumulation"],
         group="MPT, FSDP, " + ("up to 4,096 tokens" if setting["seq"] <= 4096 else "longer"),
@@ -216,7 +198,7 @@ def _foundry(row: Mapping[str, Any]) -> Step:
 # --- transformers ----------------------------------------------------------------------------------------
 
 
-def _mistral(batch: int, lora: bool) -> Built:
+def _mistral(batch: int, lora: bool) -> Case:
     import transformers
 
     config = transformers.MistralConfig(sliding_window=None, use_cache=False, max_position_embeddings=32768)
@@ -229,12 +211,7 @@ def _mistral(batch: int, lora: bool) -> Built:
             adapter = peft.LoraConfig(r=16, task_type="CAUSAL_LM", target_modules=names)
             model = peft.get_peft_model(model, adapter)
     tokens = empty(batch, 4096)
-    return Built(
-        model=model.train(),
-        batch={"input_ids": tokens, "labels": tokens},
-        loss_fn=lambda model, batch: model(**batch).loss,
-        optimizer=foreach_adamw,
-    )
+    return Case(model.train(), {"input_ids": tokens, "labels": tokens}, optimizer=foreach_adamw)
 
 
 def _fms(row: Mapping[str, Any]) -> Step:
@@ -246,14 +223,14 @@ def _fms(row: Mapping[str, Any]) -> Step:
         build=functools.partial(_mistral, batch, lora),
         points=() if rate else (Point(),),
         device="a100-80gb",
-        plan=lambda profile: sacplan.policy("full", profile=profile, layers=layers),
+        plan=functools.partial(full_policy, layers=layers),
         samples=batch * 4096 if rate else 0,
         group="Mistral-7B, checkpointed" if rate else "",
         assumed=lora,
     )
 
 
-def _bert_large(batch: int, seq: int) -> Built:
+def _bert_large(batch: int, seq: int) -> Case:
     """Build BERT-large, pre-trained, with attention in single ops."""
     import transformers
 
@@ -265,11 +242,11 @@ def _bert_large(batch: int, seq: int) -> Built:
         model = transformers.BertForPreTraining(config).train()
     names = ("input_ids", "token_type_ids", "attention_mask", "labels")
     inputs = {name: empty(batch, seq) for name in names} | {"next_sentence_label": empty(batch)}
-    return Built(model=model, batch=inputs, optimizer=fused_adamw)
+    return Case(model, inputs, optimizer=fused_adamw)
 
 
 def _t5(row: Mapping[str, Any]) -> Step:
-    def build() -> Built:
+    def build() -> Case:
         import transformers
 
         config = transformers.T5Config(
@@ -279,10 +256,9 @@ def _t5(row: Mapping[str, Any]) -> Step:
         with torch.device("meta"):
             model = transformers.T5ForConditionalGeneration(config)
         batch = {"input_ids": empty(1, 512), "labels": empty(1, 64)}
-        adam = functools.partial(torch.optim.AdamW, foreach=False)
-        return Built(model=model, batch=batch, loss_fn=lambda m, b: m(**b).loss, optimizer=adam)
+        return Case(model, batch, optimizer=single_adamw)
 
-    return Step(build=build, points=(), device="rtx-3090", samples=1, group="small steps")
+    return Step(build=build, device="rtx-3090", samples=1, group="small steps")
 
 
 _MAKERS = {

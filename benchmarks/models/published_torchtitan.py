@@ -18,19 +18,9 @@ import torch
 from torch import nn
 
 from benchmarks.harness.results import GIB
-from benchmarks.models.published_language import (
-    BOTH,
-    H100_96GB,
-    titan_loss,
-)
-from benchmarks.models.published_step import (
-    COMPILE,
-    Built,
-    Point,
-    Step,
-    empty,
-    foreach_adamw,
-)
+from benchmarks.models.cases import Case
+from benchmarks.models.published_language import BOTH, H100_96GB, titan_loss
+from benchmarks.models.published_step import COMPILE, Point, Step, empty, foreach_adamw
 
 
 def _llama(
@@ -44,7 +34,7 @@ def _llama(
     pp = 8 if schedule else 1
     made = SimpleNamespace()  # the mesh, the parts of the model, the batch, and the schedule of a pipeline
 
-    def build() -> Built:
+    def build() -> Case:
         from torchtitan.models.llama3 import Transformer, llama3_configs
 
         made.shape = dataclasses.replace(llama3_configs[name], vocab_size=128256, max_seq_len=length)
@@ -54,8 +44,7 @@ def _llama(
         made.parts = [model]
         # A rank's parts of the model are known when it is spread.
         held = nn.ModuleList() if schedule else model
-        loss_fn = scheduled if schedule else titan_loss
-        return Built(model=held, batch=made.batch, loss_fn=loss_fn, optimizer=foreach_adamw)
+        return Case(held, made.batch, scheduled if schedule else titan_loss, foreach_adamw)
 
     def scheduled(parts: Any, batch: Any) -> None:
         steps, (tokens, labels) = made.schedule, batch

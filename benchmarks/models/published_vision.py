@@ -7,21 +7,21 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-import sacplan
 from benchmarks.harness.results import MIB
 from benchmarks.models import published_networks as networks
-from benchmarks.models.cases import fused_adamw
+from benchmarks.models.cases import Case, fused_adamw
 from benchmarks.models.published_step import (
     COMPILE,
     GB,
-    Built,
     Point,
     Step,
+    blocks_policy,
+    classified,
     empty,
     foreach_adamw,
+    in_autocast,
     step_in_backward,
 )
 from sacplan.profiling.optimizer_table import AdamW8bitSizes
@@ -31,62 +31,53 @@ from tests.zoo.convnets import Bottleneck, ResNet
 # --- vision -----------------------------------------------------------------------------------------------
 
 
-def _images(model: nn.Module, batch: int, classes: int, optimizer: Any, autocast: bool) -> Built:
-    def loss(model: nn.Module, pair: Any) -> torch.Tensor:
-        images, labels = pair
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            return F.cross_entropy(model(images), labels)
-
+def _images(model: nn.Module, batch: int, optimizer: Any, *, autocast: bool) -> Case:
     pair = empty(batch, 3, 224, 224, dtype=torch.float32), empty(batch)
-    return Built(model=model, batch=pair, loss_fn=loss, optimizer=optimizer)
+    return Case(model, pair, in_autocast(classified) if autocast else classified, optimizer)
 
 
-def _vit_h(optimizer: Any) -> Built:
+def _vit_h(optimizer: Any) -> Case:
     with torch.device("meta"):
         model = networks.ViT(layers=32, width=1280, heads=16, patch=14, classes=45)
-    return _images(model, 8, 45, optimizer, autocast=True)
+    return _images(model, 8, optimizer, autocast=True)
 
 
-def _vit_giant(optimizer: Any, autocast: bool = False) -> Built:
+def _vit_giant(optimizer: Any, autocast: bool = False) -> Case:
     with torch.device("meta"):
         model = networks.vit_giant(classes=45)
     if autocast:
-        return _images(model, 32, 45, optimizer, autocast=True)
-    built = _images(model.bfloat16(), 32, 45, optimizer, autocast=False)
+        return _images(model, 32, optimizer, autocast=True)
+    built = _images(model.bfloat16(), 32, optimizer, autocast=False)
     images, labels = built.batch
     return dataclasses.replace(built, batch=(images.bfloat16(), labels))
-
-
-def _blocks_checkpointed(profile: sacplan.Profile) -> sacplan.Plan:
-    return sacplan.policy("full", profile=profile, layers="blocks.*")
 
 
 _offloaded_adamw = functools.partial(CPUOffloadSizes, fused=True)
 """torchao's ``CPUOffloadOptimizer``, which can only be made on a GPU."""
 
 _VIT_GIANT = functools.partial(
-    Step, points=(Point(unit=GB),), device="rtx-4070-ti-super", samples=32, plan=_blocks_checkpointed
+    Step, points=(Point(unit=GB),), device="rtx-4070-ti-super", samples=32, plan=blocks_policy
 )
 
 
-def _vit_l() -> Built:
+def _vit_l() -> Case:
     with torch.device("meta"):
         model = networks.ViT(layers=24, width=1024, heads=16, patch=16, classes=1000)
     adam = functools.partial(torch.optim.Adam, foreach=True)
-    return _images(model, 1, 1000, adam, autocast=False)
+    return _images(model, 1, adam, autocast=False)
 
 
-def _vit_l_in_backward() -> Built:
+def _vit_l_in_backward() -> Case:
     """Return the tutorial's second half: Adam for each parameter, in a hook."""
     built = _vit_l()
     step_in_backward(built.model, functools.partial(torch.optim.Adam, foreach=False))
     return dataclasses.replace(built, optimizer=None)
 
 
-def _resnet101() -> Built:
+def _resnet101() -> Case:
     with torch.device("meta"):
         model = ResNet(Bottleneck, (3, 4, 23, 3), inplace=True, classes=1000)
-    return _images(model, 16, 1000, foreach_adamw, autocast=True)
+    return _images(model, 16, foreach_adamw, autocast=True)
 
 
 _VIT_H = functools.partial(

@@ -1,7 +1,7 @@
 """Every architecture of transformers at a small size, made from its config class: no weights, no file by hand.
 
     small_configs.architectures()            # model types, such as "llama"
-    case = small_configs.build("llama")      # model, batch, loss_fn, the class that was taken
+    case = small_configs.build("llama")      # model, batch, loss_fn
 
 A config is made from the defaults of its class. ``RULES`` say what becomes of a field, by its name: widths become 64,
 depths 2, heads 4, vocabularies 512. Configs inside it are shrunk the same way, so that what has to agree between them
@@ -20,7 +20,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from transformers.models.auto import configuration_auto
 from benchmarks.harness.results import ROOT
 from benchmarks.harness.steps import seed_everything
 from benchmarks.models import hf_models
+from benchmarks.models.cases import Case
 from sacplan.integrations.hf import batches as hf_batches
 from sacplan.integrations.hf import models as hf
 from sacplan.record.step import default_loss
@@ -52,22 +52,6 @@ _SEED = 0
 
 class NotBuilt(Exception):
     """An architecture was not built, or its step does not run in plain PyTorch; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class SmallCase:
-    """A model that trains.
-
-    Attributes:
-        model_class: its name, such as "LlamaForCausalLM".
-        source: "hf_models" (written by hand) or "rules".
-    """
-
-    model: torch.nn.Module
-    batch: dict[str, Any]
-    loss_fn: Any
-    model_class: str
-    source: str
 
 
 # --- which architectures ---------------------------------------------------------------------------------------------
@@ -288,7 +272,7 @@ def by_hand() -> dict[str, str]:
     return {make("small")[1].model_type: name for name, make in hf_models.ARCHITECTURES.items()}
 
 
-def build(model_type: str) -> SmallCase:
+def build(model_type: str) -> Case:
     """Build a model of an architecture, in training mode, and a batch that it trains on.
 
     Raises:
@@ -296,8 +280,7 @@ def build(model_type: str) -> SmallCase:
     """
     seed_everything(_SEED)
     if model_type in by_hand():
-        model, batch, loss_fn = hf_models.build(by_hand()[model_type], "small", "cpu", copies=_BY_HAND_ROWS)
-        return SmallCase(model, batch, loss_fn, type(model).__name__, "hf_models")
+        return Case(*hf_models.build(by_hand()[model_type], "small", "cpu", copies=_BY_HAND_ROWS))
     config_class = configuration_auto.CONFIG_MAPPING[model_type]
     errors: list[str] = []
     with _noted(errors, "config"):
@@ -309,7 +292,7 @@ def build(model_type: str) -> SmallCase:
         with _noted(errors, model_class.__name__):
             model = model_class(small_config(config_class)).train()
             for batch in _batches(model, errors):
-                return SmallCase(model, batch, None, model_class.__name__, "rules")
+                return Case(model, batch)
     raise NotBuilt("; then ".join(dict.fromkeys((*errors[:1], *errors[-1:]))) or "no model class")
 
 

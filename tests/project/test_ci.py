@@ -18,10 +18,6 @@ from sacplan.cli.app import app
 from tests.project.test_docs import Block, blocks_of
 
 
-def steps_of(workflow: dict[str, Any]) -> list[dict[str, Any]]:
-    return [step for job in workflow["jobs"].values() for step in job["steps"]]
-
-
 def titled(title: str) -> Block:
     return next(block for block in blocks_of("ci.md") if block.options.get("title") == title)
 
@@ -41,28 +37,18 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_workflow_of_the_page_gates(page: Path) -> None:
-    workflow = yaml.safe_load(titled("fits.yml").code)
-    assert len([line for line in titled("fits.yml").code.splitlines() if line.strip()]) == 10
-    lines = [step["run"] for step in steps_of(workflow) if step.get("run", "").startswith("sacplan")]
-    assert len(lines) == 1
-    assert sacplan(lines[0]).exit_code == 0
-    assert sacplan(f"{lines[0]} --budget 1MiB").exit_code == 3
-    assert sacplan(f"{lines[0]} --device h1000").exit_code == 2
-
-
-def test_the_scripts_of_the_page_are_for_bash_and_gate(page: Path) -> None:
-    submit, job = titled("submit.sh").code, titled("train.sbatch").code
-    for code in (submit, job):
+def test_the_workflow_and_the_scripts_of_the_page_gate(page: Path) -> None:
+    (job,) = yaml.safe_load(titled("fits.yml").code)["jobs"].values()
+    (line,) = (step["run"] for step in job["steps"] if step.get("run", "").startswith("sacplan"))
+    submit, batch = titled("submit.sh").code, titled("train.sbatch").code
+    for code in (submit, batch):
         subprocess.run(["bash", "-n"], input=code, text=True, check=True)
-    assert job.startswith("#!/bin/bash\n#SBATCH ")
-    assert sacplan(submit.strip()).exit_code == 0
-    assert "&& sbatch train.sbatch" in submit
-    plan = next(line for line in job.splitlines() if line.startswith("sacplan"))
-    assert sacplan(plan).exit_code == 0
+    plan = next(line for line in batch.splitlines() if line.startswith("sacplan"))
+    assert "set -e\n" in batch.partition(plan)[0]
+    for command in (line, submit.strip(), plan):
+        assert sacplan(command).exit_code == 0
     assert json.loads((page / "plan.json").read_text())["what"] == "plan"
     assert sacplan(f"{plan} --budget 1MiB").exit_code == 3
-    assert "set -e\n" in job.partition(plan)[0]
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,6 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
-def code_cells(notebook: Any) -> list[Any]:
-    return [cell for cell in notebook.cells if cell.cell_type == "code"]
-
-
 @pytest.fixture(scope="module")
 def execute() -> Any:
     """The function of ``notebooks/execute.py``."""
@@ -31,7 +27,9 @@ def texts_of(path: Path) -> list[list[str]]:
     """What the cells of a notebook print and show as text, without times: those of a CPU are those of its cores."""
     notebook = nbformat.read(path, as_version=4)
     outputs = [
-        [o.get("text") or o.data.get("text/plain", "") for o in c.outputs] for c in code_cells(notebook)
+        [o.get("text") or o.data.get("text/plain", "") for o in cell.outputs]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
     ]
     return [[re.sub(r"[\d.,]+ (ms|us)\b", r"... \1", text) for text in cell] for cell in outputs]
 
