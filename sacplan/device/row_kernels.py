@@ -7,6 +7,7 @@ import torch
 from sacplan.device.flops import ATTENTION
 from sacplan.device.op_kernels import Call, Kernel, kernels, tensor_bytes
 from sacplan.torch_compat.ops import aten_names
+from sacplan.torch_compat.private import suggested_memory_format
 
 # ---------------------------------------------------------------------------------------------------------
 # Reductions (Reduce.cuh) and scans (ScanUtils.cuh)
@@ -237,11 +238,8 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 
 
 def in_channels_last(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether cuDNN convolves images [N, C, H, W] in channels last: if input or filters are (``ConvUtils.h``).
-
-    A tensor that is contiguous in both formats, as with one channel, decides nothing.
-    """
-    return input.dim() == 4 and any(_is_channels_last(t) and not t.is_contiguous() for t in (input, weight))
+    """Whether images [N, C, H, W] are convolved in channels last: if input or filters suggest it (``ConvUtils.h``)."""
+    return input.dim() == 4 and torch.channels_last in map(suggested_memory_format, (input, weight))
 
 
 @kernels("aten::convolution", "aten::convolution_backward", "aten::cudnn_convolution")
