@@ -172,7 +172,7 @@ def _patient(collective: Callable[..., Any]) -> Callable[..., Any]:
             held.append((out, alone))
             with _disable_current_modes():  # the step has its own wait, later
                 torch.ops._c10d_functional.wait_tensor(out)
-        until = time.monotonic() + 0.2  # a plan may keep them, too
+        until = time.monotonic() + 5  # a thread of a busy machine; a plan may keep them, too
         while any(_uses(t) > before for t, before in held) and time.monotonic() < until:
             time.sleep(1e-3)
         return out
