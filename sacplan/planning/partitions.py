@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,23 +35,6 @@ _SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1)
 """Fewer bytes cost more and more time; below a tenth, what runs again is alive at once and takes what is not saved."""
 
 
-class SplitGraph(Protocol):
-    """A graph with a forward part, of which a split chooses what is saved."""
-
-    values: list[ForwardValue]
-
-    @property
-    def own(self) -> Split:
-        """What is done without a budget."""
-
-    @property
-    def splits(self) -> tuple[Split, ...]:
-        """The ways that are compared; ``own`` is the first."""
-
-    def lowered(self, saved: frozenset[str]) -> LoweredGraphs:
-        """Return what it takes to save these nodes."""
-
-
 class Split:
     """A way to split a joint graph. Lowering takes seconds, so each is lowered when its figures are needed.
 
@@ -60,7 +43,7 @@ class Split:
         saved: names of the nodes that are saved.
     """
 
-    def __init__(self, graph: SplitGraph, saved: frozenset[str]) -> None:
+    def __init__(self, graph: JointGraph, saved: frozenset[str]) -> None:
         self.saved = saved
         self.nbytes = bytes_of(graph.values, saved)
         self.price_ms = price_of(graph.values, saved)
@@ -147,9 +130,9 @@ class JointGraph:
     def splits(self) -> tuple[Split, ...]:
         """The ways that are compared; PyTorch's own is the first."""
         # PyTorch draws random numbers anew: pytorch#190758.
-        return compared(
-            self, [without_forbidden(self.values, names) for names in self._saved_by_pytorch(*_SETTINGS)]
-        )
+        others = [without_forbidden(self.values, names) for names in self._saved_by_pytorch(*_SETTINGS)]
+        others += (cheapest_saved(self.values, share * self.own.nbytes) for share in _SHARES)
+        return self.own, *(Split(self, saved) for saved in dict.fromkeys(others) if saved != self.own.saved)
 
     def lowered(self, saved: frozenset[str]) -> LoweredGraphs:
         """Return what it takes to save these nodes."""
@@ -211,12 +194,6 @@ def lower(splits: Iterable[Split]) -> None:
     """Have inductor lower splits that were not lowered before."""
     for split in splits:
         _ = split.lowered
-
-
-def compared(graph: SplitGraph, others: Iterable[frozenset[str]]) -> tuple[Split, ...]:
-    """Return the ways to split a graph that are compared: its own, others, and the cheapest for shares of its bytes."""
-    found = [*others, *(cheapest_saved(graph.values, share * graph.own.nbytes) for share in _SHARES)]
-    return graph.own, *(Split(graph, saved) for saved in dict.fromkeys(found) if saved != graph.own.saved)
 
 
 def spec_of(module: Any) -> DeviceSpec:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from sacplan.core.arguments import checked
 from sacplan.core.budget import exact_bytes, format_bytes, parse_budget
 from sacplan.errors import InfeasibleBudget, PlanError
-from sacplan.planning.partitions import JointGraph, Partitioner, Split, SplitGraph, Splits, fastest, smallest
+from sacplan.planning.partitions import JointGraph, Partitioner, Split, Splits, fastest, smallest
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,35 +31,6 @@ class CompiledGraph:
     recompute_ms: float | None
 
 
-def choose(graph: SplitGraph, budget: float | str, calls: int = 1) -> tuple[Split, CompiledGraph]:
-    """Return the cheapest way to split a graph that fits a budget; arguments as for ``compile_budget``.
-
-    Raises:
-        InfeasibleBudget: none that is compared fits.
-    """
-    default = graph.own.lowered.needs_bytes(calls)
-    limit = parse_budget(budget, default)
-    if default <= limit:
-        return graph.own, CompiledGraph(limit, default, default, None)
-
-    def needs(splits: Splits) -> int:
-        return splits[0].expected.needs_bytes(calls)
-
-    options = [(split,) for split in graph.splits]
-    (best,) = chosen = fastest(lambda: options, needs, limit) or smallest(lambda: options, needs)
-    taken = needs(chosen)
-    if taken <= limit:
-        return best, CompiledGraph(limit, taken, default, max(0.0, best.lowered.ms - graph.own.lowered.ms))
-    raise InfeasibleBudget(
-        f"a compiled graph does not fit {format_bytes(limit)}: without a budget it takes "
-        f"{format_bytes(default)}, and the smallest of {len(options)} that were compared {format_bytes(taken)}. "
-        f"Give at least {exact_bytes(taken)}, or make the batch smaller.",
-        budget_bytes=limit,
-        smallest_feasible_bytes=taken,
-        binding="a compiled graph",
-    )
-
-
 class CompileBudget(Partitioner):
     """A budget that holds for what ``torch.compile`` compiles until ``remove()``, or to the end of a ``with``.
 
@@ -74,9 +45,30 @@ class CompileBudget(Partitioner):
         super().__init__(self._split, ("sacplan", str(budget), calls), outputs_stay=True)
 
     def _split(self, graph: JointGraph) -> Split:
-        split, held = choose(graph, self._budget, self._calls)
-        self.graphs.append(held)
-        return split
+        default = graph.own.lowered.needs_bytes(self._calls)
+        limit = parse_budget(self._budget, default)
+        if default <= limit:
+            self.graphs.append(CompiledGraph(limit, default, default, None))
+            return graph.own
+
+        def needs(splits: Splits) -> int:
+            return splits[0].expected.needs_bytes(self._calls)
+
+        options = [(split,) for split in graph.splits]
+        (best,) = chosen = fastest(lambda: options, needs, limit) or smallest(lambda: options, needs)
+        taken = needs(chosen)
+        if taken > limit:
+            raise InfeasibleBudget(
+                f"a compiled graph does not fit {format_bytes(limit)}: without a budget it takes "
+                f"{format_bytes(default)}, and the smallest of {len(options)} that were compared "
+                f"{format_bytes(taken)}. Give at least {exact_bytes(taken)}, or make the batch smaller.",
+                budget_bytes=limit,
+                smallest_feasible_bytes=taken,
+                binding="a compiled graph",
+            )
+        more_ms = max(0.0, best.lowered.ms - graph.own.lowered.ms)
+        self.graphs.append(CompiledGraph(limit, taken, default, more_ms))
+        return best
 
 
 @checked(PlanError)
