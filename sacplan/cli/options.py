@@ -137,7 +137,7 @@ class StepOptions:
     trace: Annotated[Run | None, option("trace")] = None
     mode: Annotated[Literal["train", "inference"] | None, option("mode")] = None
     accumulation_steps: Annotated[
-        int | None, option("accumulation_steps", "; with a plan or a saved profile, its own.")
+        int | None, option("accumulation_steps", "; a saved profile has its own.")
     ] = None
     routing: Routed = None
     compile: Compiled = None

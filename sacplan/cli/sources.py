@@ -14,7 +14,6 @@ from sacplan.cli.files import kind_of
 from sacplan.cli.origin import options_of, origin_of, seen_in
 from sacplan.cli.output import note, stage, warn
 from sacplan.cli.targets import is_json_file, load_target, not_a_model, users_code
-from sacplan.errors import DeviceError
 from sacplan.integrations.hf.target import DEFAULTS, NAMED, ModelOptions, Target, TargetError
 
 if TYPE_CHECKING:
@@ -89,17 +88,11 @@ def sized_target(
     return target, target.make_batch
 
 
-def profile_of(source: str, step: o.StepOptions, hf: ModelOptions, plan: Plan | None = None) -> Source:
+def profile_of(source: str, step: o.StepOptions, hf: ModelOptions) -> Source:
     """Load a saved profile, or record the step of a target.
-
-    Args:
-        source: as the user wrote it.
-        step, hf: options.
-        plan: of that step. A target with another model or batch is refused before it is recorded.
 
     Raises:
         TargetError: options that contradict a saved profile, or a target that cannot be loaded.
-        PlanMismatch: the plan is for another model or batch.
     """
     ranks = _asked_ranks(step)  # first, so that an error in the options is reported before anything is loaded
     if is_json_file(source):
@@ -112,11 +105,6 @@ def profile_of(source: str, step: o.StepOptions, hf: ModelOptions, plan: Plan | 
         target = load_target(
             source, dtype_for(spec, source, hf), spec.kind if step.trace == "real" else "meta"
         )
-    # Recording takes long, and a wrong model is found at once.
-    if plan is not None:
-        with users_code(f"the batch of {target.name}"):
-            plan.fingerprint.check_model(target.model)
-            plan.fingerprint.check_batch(target.batch() if callable(target.batch) else target.batch)
     train = step.mode != "inference"
     computes = "timing each op" if step.runtime == "benchmark" else ""
     if step.trace == "real":
@@ -218,33 +206,6 @@ def as_planned(asked: ModelOptions, plan: Plan, plan_file: str) -> ModelOptions:
         if made.get(name, ours) != ours:
             warn(f"--{name} {ours} is used, but {plan_file} was made with --{name} {made[name]}")
     return ModelOptions(**{**made, **given, "fetch": asked.fetch})
-
-
-def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepOptions:
-    """Return how to record a target for a report on a plan: as asked for, else as the plan's profile was recorded.
-
-    Raises:
-        TargetError: the plan is for a device that is not in the table.
-    """
-    from sacplan.device.devices import resolve_device
-
-    device = asked.device or plan.device
-    # A plan holds no more than the name of its device, which is not enough if the table does not have it.
-    if asked.device is None:
-        try:
-            resolve_device(device)
-        except DeviceError as error:
-            raise TargetError(
-                f"{plan_file} is for {device!r}, which is no device of the table; give the file of its DeviceSpec: "
-                "--device FILE."
-            ) from error
-    setup: Any = plan.fingerprint.setup  # strings of these two are the literals of StepOptions
-    made: Any = plan.provenance
-    return replace(
-        asked, device=device, runtime=asked.runtime or made.runtime, trace=asked.trace or made.trace,
-        mode=asked.mode or made.mode, accumulation_steps=asked.accumulation_steps or setup.accumulation_steps,
-        routing=asked.routing or setup.routing, compile=asked.compile or setup.compiled,
-    )  # fmt: skip
 
 
 def verified(target: Target, plan: Plan, run: o.Run, grad_accum: int | None = None) -> Verification:

@@ -132,10 +132,7 @@ def not_a_model(text: str, profile: str = "") -> TargetError:
         return TargetError(f"{text} looks like a configuration of transformers. Did you mean hf:{text}?")
     needed = f"{profile}the model itself is needed here: {_FORMS}"
     if kind == "plan":
-        return TargetError(
-            f"{text} is a plan; {needed}. A plan comes second: sacplan verify TARGET {text}, or sacplan report TARGET "
-            f"{text} -o report.html."
-        )
+        return TargetError(f"{text} is a plan; {needed}. A plan comes second: sacplan verify TARGET {text}.")
     if kind == "device":
         return TargetError(f"{text} is a device; {needed}. A device is given as --device {text}.")
     what = "a profile" if kind == "profile" else "a JSON file"

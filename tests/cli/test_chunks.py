@@ -90,7 +90,8 @@ def test_policies() -> None:
 
 def test_a_report_of_a_plan_with_chunks() -> None:
     run(f"policy {TARGET} chunked-loss --slices 8 -o plan.json")
-    run("report train.py:make plan.json --device cpu -o page.html --points 2")
+    run(f"profile {TARGET} -o profile.json")
+    run("report profile.json plan.json -o page.html --points 2")
     page = Path("page.html").read_text(encoding="utf-8")
     assert "Costs are those of recomputation and of chunks" in page
     assert "What runs in slices" in page

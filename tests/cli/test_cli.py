@@ -541,7 +541,7 @@ def test_devices() -> None:
         ("verify train.py:make nothere.json", "nothere.json"),
         ("verify train.py:make profile.json.gz", "'profile', not a sacplan plan"),
         ("report profile.json.gz", "nothing to write"),
-        ("report profile.json.gz plan.json --budget 50% -o r.html", "not both"),
+        ("report train.py:make plan.json -o r.html", "sacplan profile train.py:make -o profile.json.gz"),
         ("profile train.py:make -o nowhere/profile.json", "no directory nowhere"),
     ],
 )

@@ -235,27 +235,6 @@ def test_layouts_have_a_sample_for_each_rank(small: Path) -> None:
     assert {"ddp", "fsdp"} <= {row["layout"] for row in found["rows"]}
 
 
-def test_a_report_makes_what_the_plan_was_made_with(small: Path) -> None:
-    """Device and options come from the plan; what cannot be the plan's step is said before it is recorded."""
-    _run(f"plan hf:config.json {CHOSEN} --budget 80% -o plan.json --json")
-    result = _invoke("report hf:config.json plan.json --snapshot step.pickle --json")
-    assert result.exit_code == 0, result.stderr
-    facts = json.loads(result.stdout)
-    plan = sacplan.Plan.load("plan.json")
-    assert facts["device"] == plan.device == "cpu"
-    assert facts["plan"]["peak_bytes"] == plan.peak_bytes
-    assert "--seq 48 --dtype float32 --optimizer sgd --attn eager: from plan.json" in result.stderr
-
-
-def test_a_report_on_another_model_is_not_recorded(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _run(f"plan hf:config.json {CHOSEN} --budget 80% -o plan.json --json")
-    monkeypatch.setattr(sacplan, "profile", None)
-    for command in ("hf:config.json plan.json --seq 47", "hf:gpt2 plan.json"):
-        result = _invoke(f"report {command} -o report.html")
-        assert result.exit_code == 2
-        assert "this plan was made for" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("target", "said"),
     [
