@@ -83,9 +83,15 @@ def load_target(text: str, options: ModelOptions, place: str = "meta") -> Target
             raise not_a_model(text)
         raise TargetError(f"{text!r} is not a target; write {_FORMS}.{_meant(text)}")
     function = _find(module, attribute, text)
-    _check_no_arguments(function, text)
     with users_code(text):
-        target = _target(text, function())
+        try:
+            made = function()
+        except TypeError as error:
+            # Raised by the call itself, not in the function: it takes arguments.
+            if error.__traceback__ is None or error.__traceback__.tb_next is None:
+                raise TargetError(f"{text} is called without arguments: {error}.") from error
+            raise
+        target = _target(text, made)
         if options.batch is None:
             return target
         if target.make_batch is None:
@@ -268,20 +274,6 @@ def _find(module: ModuleType, attribute: str | None, text: str) -> Callable[[], 
     has = f"it has {', '.join(names)}" if names else "it defines no functions"
     example = f"; name one as {file}:{names[0]}" if names and attribute is None else ""
     raise TargetError(f"{file} has no function {wanted}; {has}{example}.")
-
-
-def _check_no_arguments(function: Callable[[], Any], text: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some callables written in C have none
-        return
-    try:
-        # Defaults are fine: only arguments without one are missing.
-        signature.bind()
-    except TypeError as error:
-        raise TargetError(
-            f"{text} is called without arguments, but it takes {signature}: {error}."
-        ) from error
 
 
 def _target(text: str, made: Any) -> Target:
