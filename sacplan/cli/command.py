@@ -24,10 +24,9 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from sacplan.cli import interrupts
 from sacplan.cli import options as o
-from sacplan.cli.exits import MEANING, report_error
-from sacplan.cli.output import CommandResult
+from sacplan.cli.exits import INTERRUPTED, MEANING, report_error
+from sacplan.cli.output import CommandResult, say
 
 _WIDE = 72  # columns that typer's panels need for our options
 
@@ -169,21 +168,19 @@ class CommandGroup(TyperGroup):
             # Here and not when Python ends, so that a closed pipe is an error that is caught below.
             sys.stdout.flush()
             code = code if isinstance(code, int) else 0
-            if code == interrupts.EXIT_CODE:  # typer has turned an interrupt into this code
-                interrupts.say_so()
-        except (KeyboardInterrupt, typer.Abort):
-            code = interrupts.say_so()
+        except typer.Abort:  # of a question to the user
+            code = INTERRUPTED
         except Exception as error:
-            # A library may have caught the KeyboardInterrupt and raised something else.
-            if interrupts.seen():
-                code = interrupts.say_so()
-            elif isinstance(error, OSError) and error.errno == errno.EPIPE:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
                 # sacplan devices | head -1: nobody reads on, and Python would complain when it flushes stdout.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 code = 0
             else:
                 # Looked up in the words: parsing may have failed before it reached these options.
                 code = report_error(error, as_json="--json" in words, debug="--debug" in words)
+        # Typer has turned an interrupt into this code.
+        if code == INTERRUPTED:
+            say("interrupted")
         # A test, or code that calls ``main``, wants the code and not the end of the process.
         if standalone_mode:
             sys.exit(code)

@@ -576,6 +576,7 @@ def test_interrupted(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sacplan, "profile", interrupted)
     result = run("profile train.py:make -o half.json")
     assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "interrupted"
     assert "Traceback" not in result.stderr
     assert not Path("half.json").exists()
 
