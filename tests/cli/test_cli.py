@@ -519,6 +519,7 @@ def test_devices() -> None:
         ("plan train.py:make --budget 50% --solver simplex", "'greedy'"),
         ("plan train.py:make --budget 50% --device h1000", "h100"),
         ("plan train.py:make --budget 50% --seq 5", "--seq"),
+        ("plan train.py:make --budget 50% --fetch", "--fetch: only for hf: targets"),
         ("plan train.py:wider --budget 50% --batch 5", "make_batch"),
         ("plan profile.json.gz --budget 50% --device h100", "of a step on cpu"),
         ("plan profile.json.gz --budget 50% --dtype float16", "--dtype"),
