@@ -93,6 +93,7 @@ _OPTIONS = (
     (r'headroom="(\w+%)"', r"--headroom \1"),
     (r"\bbudget='([^']*)' and headroom='([^']*)'", r"--budget \1 and --headroom \2"),
     (r"\bunits: ", "--fsdp-unit: "),
+    (r"FSDP2\((\d+)\)", r"--world-size \1"),
     (r'units=\[\.\.\., ""\]', "--fsdp-unit ''"),
 )
 

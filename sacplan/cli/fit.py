@@ -72,19 +72,18 @@ def fit(target: o.Target, *, asked: FitOptions, hf: o.HfOptions) -> CommandResul
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The verdict about a device, with the command line that makes the recommended plan."""
+    """The verdict about a device, with its facts and the most positions of the model."""
 
     found: Verdict
     facts: dict[str, Any]
-    line: str
     most: int | None
 
     def result(self, sizes: bool) -> CommandResult:
         """Return all of it."""
         found = self.found
         shown: list[Table | str] = [found.sentence, "", _table(self, sizes), *found.advice, *found.remarks]
-        if self.line:
-            shown += ["", f"$ {self.line}"]
+        if line := self.facts["run"]:
+            shown += ["", f"$ {line}"]
         if found.code:
             shown += ["", found.code]
         return CommandResult(self.facts, shown, found.computed, 0 if found.fits else INFEASIBLE)
@@ -114,7 +113,6 @@ def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _A
     more = [] if asked.routing is None else ["--routing", asked.routing]
     more += [word for pattern in asked.compile or () for word in ("--compile", pattern)]
     more += [] if asked.host_budget is None else ["--host-budget", asked.host_budget]
-    line = _command(target, found, hf, more)
     facts = {
         "command": "fit",
         "schema_version": SCHEMA_VERSION,
@@ -124,9 +122,9 @@ def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _A
         "verdict": found.sentence,
         "rows": [row.figures() for row in found.rows],
         "recommended": found.recommended and found.recommended.figures(),
-        "run": line,
+        "run": _command(target, found, hf, more),
     }
-    return _Answer(found, facts, line, most)
+    return _Answer(found, facts, most)
 
 
 def _named(target: str, hf: ModelOptions) -> str:

@@ -101,8 +101,8 @@ def report(
         raise TargetError(
             f"{profile_file} is no saved profile; make one: sacplan profile {profile_file} -o profile.json.gz."
         )
-    profile = sources.saved_profile(profile_file)
-    plan = None if plan_file is None else sources.saved_plan(plan_file)
+    profile = sacplan.Profile.load(profile_file)
+    plan = None if plan_file is None else sacplan.Plan.load(plan_file)
     if plan is not None and plan.ranks != profile.ranks:
         raise TargetError(
             f"{plan_file} is for {ranks_text(plan.ranks)}, but {profile_file} is of {ranks_text(profile.ranks)}."
@@ -226,18 +226,19 @@ def show_file(file: Annotated[str, o.argument("saved_file")]) -> CommandResult:
 
     Layers that do the same are shown once.
     """
+    import sacplan
     from sacplan.planning.layers import read_layers
     from sacplan.planning.reading import kept_sections, layer_facts, plan_sections
     from sacplan.planning.units import kept_by_layer
 
     # Anything else is read as a plan, whose loader says what is wrong with it.
     if is_ours(Path(file), "profile"):
-        profile = sources.saved_profile(file)
+        profile = sacplan.Profile.load(file)
         kept = kept_by_layer(profile.program)
         facts = {"what": "profile", **show.profile_facts(profile), "layers": layer_facts(kept)}
         sections = [profile.in_words(), *kept_sections(kept)]
     else:
-        plan = sources.saved_plan(file)
+        plan = sacplan.Plan.load(file)
         facts = {"what": "plan", **show.plan_facts(plan), "layers": layer_facts(read_layers(plan))}
         sections = plan_sections(plan)
     return CommandResult({"command": "show", **facts}, show.sections_shown(sections))

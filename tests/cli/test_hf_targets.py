@@ -123,12 +123,6 @@ def test_a_class_that_is_no_model_of_transformers(stated: object, tmp_path: Path
         load_target(text, ModelOptions())
 
 
-def test_a_model_that_is_too_deep_to_build(tmp_path: Path) -> None:
-    text = _saved(transformers.GPT2Config(n_layer=10_000_000), tmp_path)
-    with pytest.raises(TargetError, match="10,000,000 layers"):
-        load_target(text, ModelOptions())
-
-
 def test_sizes_of_sound() -> None:
     """Whisper reads 30 seconds, always: 3,000 frames of 10 ms."""
     sides = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}

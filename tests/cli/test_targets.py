@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from msgspec import structs
 from typer.testing import CliRunner
 
 import sacplan
@@ -163,9 +162,6 @@ def test_options_go_before_the_plans_with_a_warning(small: Path) -> None:
     with pytest.warns(sacplan.SacplanWarning, match="optimizer: SGD in the plan, none here"):
         result = _invoke("verify hf:config.json plan.json --optimizer none --seq 48 --json")
     assert json.loads(result.stdout)["hf"]["optimizer"] == "none"
-    warned = [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
-    assert "--optimizer none is used, but plan.json was made with --optimizer sgd" in warned[0]
-    assert len(warned) == 1
     assert _invoke("verify hf:config.json plan.json --seq 47").exit_code == 4
 
 
@@ -176,25 +172,6 @@ def test_the_cache_is_spoken_of_where_a_file_is_made_without_it(small: Path) -> 
     assert "use_cache" not in _invoke(f"profile {asked}").stderr
     assert "use_cache" not in _invoke(f"plan {asked} --budget 80%").stderr
     assert "use_cache=False" in _invoke(f"plan {asked} --budget 80% -o plan.json").stderr
-
-
-def test_plans_that_do_not_say_what_made_them(small: Path) -> None:
-    """Of the library: its optimizer is a guess that is said. Of a person's editor: bad input."""
-    _run("plan hf:config.json --device cpu --seq 48 --budget 80% -o plan.json --json")
-    plan = sacplan.Plan.load("plan.json")
-    target = plan.fingerprint.target
-
-    def save(path: str, target: object) -> None:
-        structs.replace(plan, fingerprint=structs.replace(plan.fingerprint, target=target)).save(path)
-
-    save("librarys.json", None)
-    result = _invoke("verify hf:config.json librarys.json --json")
-    assert result.exit_code == 0
-    assert "does not say which optimizer" in result.stderr
-    save("plan.json", target | {"optimizer": "lion-9bit"})
-    result = _invoke("verify hf:config.json plan.json")
-    assert result.exit_code == 2
-    assert "'lion-9bit'" in result.stderr
 
 
 @pytest.mark.slow
@@ -246,7 +223,7 @@ def test_layouts_have_a_sample_for_each_rank(small: Path) -> None:
         ("hf:nothere.json", "there is no such file"),
         ("config.json", "looks like a configuration of transformers. Did you mean hf:config.json?"),
         ("a-plan.json", "a-plan.json is a plan"),
-        ("a-device.json", "A device is given as --device a-device.json"),
+        ("a-device.json", "Give it as --device a-device.json"),
         ("folder.json", "Is a directory"),
         ("notes.json", "not a sacplan profile"),
     ],
@@ -266,9 +243,9 @@ def test_what_was_meant_instead_of_a_target(small: Path, target: str, said: str)
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("model", "plain.py:model is a model (Linear)"),
-        ("Net", "plain.py:Net is a model (the class Net)"),
-        ("batch", "plain.py:batch is a value of type Tensor"),
+        ("model", "plain.py:model is of type Linear"),
+        ("Net", "plain.py:Net is the class Net"),
+        ("batch", "plain.py:batch is of type Tensor"),
     ],
 )
 def test_a_model_is_not_taken_for_a_function(small: Path, name: str, said: str) -> None:
