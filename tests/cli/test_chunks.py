@@ -88,15 +88,6 @@ def test_policies() -> None:
     assert "known are 'none', 'full'" in run(f"policy {TARGET} half", code=2).stderr
 
 
-def test_a_report_of_a_plan_with_chunks() -> None:
-    run(f"policy {TARGET} chunked-loss --slices 8 -o plan.json")
-    run(f"profile {TARGET} -o profile.json")
-    run("report profile.json plan.json -o page.html --points 2")
-    page = Path("page.html").read_text(encoding="utf-8")
-    assert "Costs are those of recomputation and of chunks" in page
-    assert "What runs in slices" in page
-
-
 def test_surveys_with_chunks() -> None:
     rows = json.loads(run(f"frontier {TARGET} --technique chunk --points 2 --json").stdout)["rows"]
     assert any(row["added_ms"] for row in rows)

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 import sacplan
 from sacplan.cli.app import app
-from sacplan.cli.command import EXAMPLES
 from sacplan.cli.origin import seen_in
 from sacplan.cli.targets import load_target
 from sacplan.integrations.hf import architectures
@@ -187,22 +186,6 @@ def test_where_the_optimizer_is_what_does_not_fit(small: Path) -> None:
     result = _invoke(f"plan {command.replace('100KiB', '10KiB')} --world-size 2 --fsdp-unit ''")
     assert result.exit_code == 3
     assert "shard it" not in result.stderr
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_an_8b_model_for_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The two commands that the help shows: planned, and seen again to the byte in a step with the plan applied."""
-    monkeypatch.chdir(tmp_path)
-    plan, verify = (
-        next(line.partition(" ")[2] for line in EXAMPLES[name] if "Llama-3-8B" in line)
-        for name in ("plan", "verify")
-    )
-    planned = _run(f"{plan} --json")
-    assert planned["baseline_peak_bytes"] > planned["budget_bytes"] == 70 * 2**30
-    seen = _run(f"{verify} --json")
-    assert seen["verified"] is True
-    assert seen["peak_bytes"] == planned["peak_bytes"] <= planned["budget_bytes"]
 
 
 def test_layouts_have_a_sample_for_each_rank(small: Path) -> None:
