@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import sacplan
-from sacplan.cli.app import app
+from tests.support import commands
 
 TRAIN = """
 import torch
@@ -45,13 +44,12 @@ TARGET = "train.py:make --device cpu"
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "160")  # no table is cut
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
 
 def run(line: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, line.split())
+    result = commands.run(line)
     assert result.exit_code == code, result.output
     return result
 

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
-from typer.testing import CliRunner
 
 import sacplan
 from sacplan.cli.app import app
@@ -27,6 +26,7 @@ from sacplan.cli.command import EXAMPLES
 from sacplan.core.budget import format_bytes
 from sacplan.device.devices import DEFAULT_DEVICE, resolve_device
 from sacplan.integrations.hf.target import TargetError
+from tests.support.commands import INHERITED, run
 from tests.support.slow import slow_after
 
 ROOT = Path(sacplan.__file__).parent.parent
@@ -168,21 +168,9 @@ def saved(place: Path, printed: dict[str, str]) -> Path:
     return place
 
 
-_INHERITED = ("COLUMNS", "NO_COLOR", "FORCE_COLOR")  # whoever runs the tests may have set these
-
-
-def run(command: str, **env: str) -> Any:
-    """A command in this process; ``stdout`` and ``stderr`` apart."""
-    clean: dict[str, str | None] = dict.fromkeys(_INHERITED)
-    result = CliRunner().invoke(app, shlex.split(command), prog_name="sacplan", env=clean | env)
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
 def process(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """A command in a process of its own, in a pipe."""
-    inherited = {k: v for k, v in os.environ.items() if k not in _INHERITED}
+    inherited = {k: v for k, v in os.environ.items() if k not in INHERITED}
     return subprocess.run(
         [sys.executable, "-m", "sacplan", *arguments],
         capture_output=True,
@@ -462,6 +450,7 @@ def test_certify(place: Path) -> None:
     assert "make_batch" in error_line(run("certify train.py:wider lengths.npy --device cpu"))
 
 
+@pytest.mark.slow
 def test_certify_reads_images_of_many_sizes(place: Path) -> None:
     sizes = [[32, 64], [64, 32], [96, 96], [32, 32]]
     Path("sizes.json").write_text(json.dumps(sizes))

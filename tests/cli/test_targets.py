@@ -5,17 +5,14 @@ from __future__ import annotations
 import atexit
 import gc
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from typer.testing import CliRunner
 
 import sacplan
-from sacplan.cli.app import app
 from sacplan.cli.origin import seen_in
 from sacplan.cli.targets import load_target
 from sacplan.integrations.hf import architectures
@@ -23,6 +20,7 @@ from sacplan.integrations.hf import models as hf
 from sacplan.integrations.hf.batches import FoundBatch
 from sacplan.integrations.hf.models import build
 from sacplan.integrations.hf.target import ModelOptions, TargetError
+from tests.support.commands import run
 from tests.support.slow import slow_after
 
 # From the model cards and papers, in millions as they are printed there; the exact counts in the table are of the
@@ -108,15 +106,8 @@ def test_names_that_lead_nowhere(name: str, options: ModelOptions, said: str) ->
         load_target(f"hf:{name}", options)
 
 
-def _invoke(command: str) -> Any:
-    result = CliRunner().invoke(app, shlex.split(command), prog_name="sacplan")
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
-
-
 def _run(command: str) -> Any:
-    result = _invoke(command)
+    result = run(command)
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout)
 
@@ -146,7 +137,7 @@ def test_verify_makes_what_the_plan_was_made_with(small: Path, by: str) -> None:
     else:
         _run(f"profile hf:config.json {CHOSEN} -o profile.json.gz --json")
         _run("plan profile.json.gz --budget 80% -o plan.json --json")
-    result = _invoke("verify hf:config.json plan.json --json")
+    result = run("verify hf:config.json plan.json --json")
     assert result.exit_code == 0, result.stderr
     seen = json.loads(result.stdout)
     assert seen["peak_bytes"] == seen["predicted_peak_bytes"] == sacplan.Plan.load("plan.json").peak_bytes
@@ -159,18 +150,18 @@ def test_verify_makes_what_the_plan_was_made_with(small: Path, by: str) -> None:
 def test_options_go_before_the_plans_with_a_warning(small: Path) -> None:
     _run(f"plan hf:config.json {CHOSEN} --budget 80% -o plan.json --json")
     with pytest.warns(sacplan.SacplanWarning, match="optimizer: SGD in the plan, none here"):
-        result = _invoke("verify hf:config.json plan.json --optimizer none --seq 48 --json")
+        result = run("verify hf:config.json plan.json --optimizer none --seq 48 --json")
     assert json.loads(result.stdout)["hf"]["optimizer"] == "none"
-    assert _invoke("verify hf:config.json plan.json --seq 47").exit_code == 4
+    assert run("verify hf:config.json plan.json --seq 47").exit_code == 4
 
 
 @pytest.mark.slow
 def test_the_cache_is_spoken_of_where_a_file_is_made_without_it(small: Path) -> None:
     """The file is for the user's own model, which has a cache by default."""
     asked = "hf:config.json --device cpu --seq 48"
-    assert "use_cache" not in _invoke(f"profile {asked}").stderr
-    assert "use_cache" not in _invoke(f"plan {asked} --budget 80%").stderr
-    assert "use_cache=False" in _invoke(f"plan {asked} --budget 80% -o plan.json").stderr
+    assert "use_cache" not in run(f"profile {asked}").stderr
+    assert "use_cache" not in run(f"plan {asked} --budget 80%").stderr
+    assert "use_cache=False" in run(f"plan {asked} --budget 80% -o plan.json").stderr
 
 
 @pytest.mark.slow
@@ -179,11 +170,11 @@ def test_where_the_optimizer_is_what_does_not_fit(small: Path) -> None:
     command = "hf:config.json --seq 1 --budget 100KiB"
     _run(f"profile {command.partition(' --budget')[0]} -o profile.json.gz --json")
     for asked in (f"plan {command}", "plan profile.json.gz --budget 100KiB", f"max-batch {command}"):
-        result = _invoke(asked)
+        result = run(asked)
         assert result.exit_code == 3
         assert "With AdamW with fused=True the smallest is" in result.stderr
         assert "shard it over several devices" in result.stderr
-    result = _invoke(f"plan {command.replace('100KiB', '10KiB')} --world-size 2 --fsdp-unit ''")
+    result = run(f"plan {command.replace('100KiB', '10KiB')} --world-size 2 --fsdp-unit ''")
     assert result.exit_code == 3
     assert "shard it" not in result.stderr
 
@@ -216,7 +207,7 @@ def test_what_was_meant_instead_of_a_target(small: Path, target: str, said: str)
     Path("a-device.json").write_text('{"what": "device"}')
     Path("notes.json").write_text("[" * 100_000)
     Path("folder.json").mkdir()
-    result = _invoke(f"plan {target} --budget 80%")
+    result = run(f"plan {target} --budget 80%")
     assert result.exit_code == 2
     assert said in result.stderr
     assert result.stderr.count("error: ") == 1
@@ -236,7 +227,7 @@ def test_a_model_is_not_taken_for_a_function(small: Path, name: str, said: str) 
     Path("plain.py").write_text(
         "import torch\nclass Net(torch.nn.Module): pass\nmodel, batch = torch.nn.Linear(2, 2), torch.ones(1, 2)\n"
     )
-    result = _invoke(f"plan plain.py:{name}")
+    result = run(f"plan plain.py:{name}")
     assert result.exit_code == 2
     assert said in result.stderr
     assert "a function without arguments that returns" in result.stderr
@@ -246,10 +237,10 @@ def test_a_model_is_not_taken_for_a_function(small: Path, name: str, said: str) 
 def test_names_that_are_known_have_a_line_for_each_owner(small: Path) -> None:
     names = {row.name for row in architectures.table()}
     for target in ("hf:", "hf:nothing-like-it"):
-        error, *hints = _invoke(f"plan {target}").stderr.splitlines()
+        error, *hints = run(f"plan {target}").stderr.splitlines()
         assert error.startswith("error: ")
         assert not any(name in error for name in names)
         listed = [hint.removeprefix("hint: ").split(": ") for hint in hints[1:]]
         assert {f"{owner}/{name}" for owner, all_of_it in listed for name in all_of_it.split(", ")} == names
-    (_, hint) = _invoke("plan hf:gpt-2").stderr.splitlines()
+    (_, hint) = run("plan hf:gpt-2").stderr.splitlines()
     assert hint == "hint: sacplan plan hf: lists the names that are known"
