@@ -3,10 +3,10 @@
     pip install -r space/requirements.txt gradio
     python space/app.py                # then open http://127.0.0.1:7860
 
-Each question is the command line's: ``sacplan fit --json`` in a process of its own, whose output has a published schema
-(``sacplan/schemas/fit-1.json``), then ``sacplan plan`` and ``sacplan profile`` for the picture. A question that takes
-too long or too much memory ends that process, and the page says so. Nothing is computed and no weights are made, so the
-smallest machine of Hugging Face Spaces will do.
+Each question is the command line's: ``sacplan fit --json`` in a process of its own (``docs/ci.md`` lists its fields),
+then ``sacplan plan`` and ``sacplan profile`` for the picture. A question that takes too long or too much memory ends
+that process, and the page says so. Nothing is computed and no weights are made, so the smallest machine of Hugging Face
+Spaces will do.
 """
 
 from __future__ import annotations

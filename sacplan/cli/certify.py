@@ -18,7 +18,7 @@ from sacplan.cli.fit import of_length
 from sacplan.cli.origin import origin_of, save, seen_in
 from sacplan.cli.output import CommandResult, stage
 from sacplan.cli.show import facts_of, plan_facts, saved, target_facts
-from sacplan.cli.targets import load_target, users_code
+from sacplan.cli.targets import users_code
 from sacplan.integrations.hf.target import NAMED, TargetError, given
 
 _FACTS = ("device", "steps", "shapes", "fits", "largest", "advice")
@@ -73,16 +73,9 @@ def certify(
         check_output(path, "plan", force=force)
     sizes = _read(lengths)
     spec = sources.device_of(asked.device)
-    with stage("loading"):
-        # A target's own make_batch takes sizes, too, and cannot be called with a batch alone.
-        options = hf if target.startswith(NAMED) else dataclasses.replace(hf, batch=None)
-        loaded = load_target(target, sources.dtype_for(spec, target, options))
-    make_batch = loaded.make_batch
-    if make_batch is None:
-        raise TargetError(
-            f"certify makes batches of many sizes, and cannot do so for {target}. Give an hf: target, or return a "
-            "mapping with the key make_batch: make_batch(n, seq), or make_batch(n, height, width)."
-        )
+    # A target's own make_batch takes sizes, too, and cannot be called with a batch alone.
+    options = hf if target.startswith(NAMED) else dataclasses.replace(hf, batch=None)
+    loaded, make_batch = sources.sized_target("certify", target, spec, options)
     if loaded.facts:
         make_batch = functools.partial(of_length, make_batch, loaded.facts.get("seq"))
     with stage("recording and playing", long=True), users_code(f"the step of {target}"):

@@ -11,7 +11,6 @@ would break the lines.
 from __future__ import annotations
 
 import errno
-import functools
 import inspect
 import itertools
 import os
@@ -24,10 +23,9 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from sacplan.cli import interrupts
 from sacplan.cli import options as o
-from sacplan.cli.exits import MEANING, report_error
-from sacplan.cli.output import CommandResult
+from sacplan.cli.exits import INTERRUPTED, MEANING, report_error
+from sacplan.cli.output import CommandResult, say
 
 _WIDE = 72  # columns that typer's panels need for our options
 
@@ -107,18 +105,11 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
 
 
-def _prepare_help(command: TyperCommand | TyperGroup, formatter: Any) -> None:
-    """Choose rich help where there is room, and plain help elsewhere.
-
-    Click never goes below 50 columns, so the width of plain help is set here.
-    """
-    columns = shutil.get_terminal_size().columns
-    rich = sys.stdout.isatty() and columns >= _WIDE and not os.environ.get("NO_COLOR")
+def _choose_help(command: TyperCommand | TyperGroup) -> None:
+    """Choose rich help where there is room, and plain help elsewhere."""
+    wide = shutil.get_terminal_size().columns >= _WIDE
+    rich = sys.stdout.isatty() and wide and not os.environ.get("NO_COLOR")
     command.rich_markup_mode = "rich" if rich else None
-    # Names of options get a fifth of a narrow line, so that the texts beside them keep most of it.
-    if columns < _WIDE:
-        formatter.width = max(columns - 2, 20)
-        formatter.write_dl = functools.partial(formatter.write_dl, col_max=max(columns // 5, 6))
 
 
 def _write_lines(formatter: Any, title: str, lines: Sequence[str]) -> None:
@@ -137,7 +128,7 @@ class Command(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help, then the examples."""
-        _prepare_help(self, formatter)
+        _choose_help(self)
         super().format_help(ctx, formatter)
         _write_lines(formatter, "Examples", EXAMPLES[self.name or ""])
 
@@ -147,43 +138,35 @@ class CommandGroup(TyperGroup):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help, then the examples and the exit codes."""
-        _prepare_help(self, formatter)
+        _choose_help(self)
         super().format_help(ctx, formatter)
         _write_lines(formatter, "Examples", EXAMPLES[""])
         _write_lines(formatter, "Exit codes", [f"{code:<3} {meaning}" for code, meaning in MEANING.items()])
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,
+    def main(  # type: ignore[override]  # nobody gives more by position
+        self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any
     ) -> Any:
         """Parse, run, and end the process. With ``standalone_mode=False`` return the exit code instead."""
         words = sys.argv[1:] if args is None else args
         try:
             # Never in click's standalone mode, in which it prints errors in its own way and ends the process.
-            code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
+            code = super().main(args, standalone_mode=False, **extra)
             # Here and not when Python ends, so that a closed pipe is an error that is caught below.
             sys.stdout.flush()
             code = code if isinstance(code, int) else 0
-            if code == interrupts.EXIT_CODE:  # typer has turned an interrupt into this code
-                interrupts.say_so()
-        except (KeyboardInterrupt, typer.Abort):
-            code = interrupts.say_so()
+        except typer.Abort:  # of a question to the user
+            code = INTERRUPTED
         except Exception as error:
-            # A library may have caught the KeyboardInterrupt and raised something else.
-            if interrupts.seen():
-                code = interrupts.say_so()
-            elif isinstance(error, OSError) and error.errno == errno.EPIPE:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
                 # sacplan devices | head -1: nobody reads on, and Python would complain when it flushes stdout.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 code = 0
             else:
                 # Looked up in the words: parsing may have failed before it reached these options.
                 code = report_error(error, as_json="--json" in words, debug="--debug" in words)
+        # Typer has turned an interrupt into this code.
+        if code == INTERRUPTED:
+            say("interrupted")
         # A test, or code that calls ``main``, wants the code and not the end of the process.
         if standalone_mode:
             sys.exit(code)

@@ -8,7 +8,6 @@ from typing import Any
 
 import typer
 
-from sacplan.cli.interrupts import EXIT_CODE
 from sacplan.cli.output import CommandResult, print_json, say
 from sacplan.errors import InfeasibleBudget, SacplanError
 
@@ -16,6 +15,7 @@ UNEXPECTED = 1
 BAD_INPUT = 2
 INFEASIBLE = 3
 VERIFICATION_FAILED = 4
+INTERRUPTED = 130
 
 MEANING = {
     0: "done",
@@ -23,7 +23,7 @@ MEANING = {
     BAD_INPUT: "bad input",
     INFEASIBLE: "no plan fits the budget; of fit: the step does not fit as it is",
     VERIFICATION_FAILED: "verification failed",
-    EXIT_CODE: "interrupted",
+    INTERRUPTED: "interrupted",
 }
 
 # Since 0.26 typer bundles click; before, it used the installed one. Either way its errors derive from this class.
@@ -93,6 +93,7 @@ _OPTIONS = (
     (r'headroom="(\w+%)"', r"--headroom \1"),
     (r"\bbudget='([^']*)' and headroom='([^']*)'", r"--budget \1 and --headroom \2"),
     (r"\bunits: ", "--fsdp-unit: "),
+    (r"FSDP2\((\d+)\)", r"--world-size \1"),
     (r'units=\[\.\.\., ""\]', "--fsdp-unit ''"),
 )
 

@@ -15,6 +15,7 @@ from sacplan.cli import sources
 from sacplan.cli.command import command
 from sacplan.cli.exits import INFEASIBLE
 from sacplan.cli.output import CommandResult, rows_table, stage
+from sacplan.cli.show import facts_of, target_facts
 from sacplan.cli.targets import users_code
 from sacplan.core.budget import format_bytes
 from sacplan.integrations.hf.target import NAMED, ModelOptions, given
@@ -23,7 +24,15 @@ if TYPE_CHECKING:
     from sacplan import FitRow, Verdict
 
 
+SCHEMA_VERSION = 1
+"""Raised where a field of ``docs/ci.md`` is removed or changes its meaning."""
+
 _OMITTED = ("solver", "techniques", "at_most")
+_FACTS = (
+    "model", "parameters", "batch", "seq", "optimizer", "device", "memory_bytes", "budget_bytes", "budget",
+    "headroom_bytes", "larger_devices", "computed", "accumulation_steps", "devices", "compiled", "remarks", "fits",
+    "advice", "code",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +72,18 @@ def fit(target: o.Target, *, asked: FitOptions, hf: o.HfOptions) -> CommandResul
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The verdict about a device, with the command line that makes the recommended plan."""
+    """The verdict about a device, with its facts and the most positions of the model."""
 
     found: Verdict
     facts: dict[str, Any]
-    line: str
     most: int | None
 
     def result(self, sizes: bool) -> CommandResult:
         """Return all of it."""
         found = self.found
         shown: list[Table | str] = [found.sentence, "", _table(self, sizes), *found.advice, *found.remarks]
-        if self.line:
-            shown += ["", f"$ {self.line}"]
+        if line := self.facts["run"]:
+            shown += ["", f"$ {line}"]
         if found.code:
             shown += ["", found.code]
         return CommandResult(self.facts, shown, found.computed, 0 if found.fits else INFEASIBLE)
@@ -83,7 +91,6 @@ class _Answer:
 
 def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _Answer:
     import sacplan
-    from sacplan.cli.answers import fit_answer
     from sacplan.integrations.hf.models import positions
     from sacplan.questions.on_ranks import read_devices
 
@@ -106,8 +113,18 @@ def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _A
     more = [] if asked.routing is None else ["--routing", asked.routing]
     more += [word for pattern in asked.compile or () for word in ("--compile", pattern)]
     more += [] if asked.host_budget is None else ["--host-budget", asked.host_budget]
-    line = _command(target, found, hf, more)
-    return _Answer(found, fit_answer(found, loaded, line), line, most)
+    facts = {
+        "command": "fit",
+        "schema_version": SCHEMA_VERSION,
+        **target_facts(loaded),
+        **facts_of(found, _FACTS),
+        "outside": [one._asdict() for one in found.outside],
+        "verdict": found.sentence,
+        "rows": [row.figures() for row in found.rows],
+        "recommended": found.recommended and found.recommended.figures(),
+        "run": _command(target, found, hf, more),
+    }
+    return _Answer(found, facts, most)
 
 
 def _named(target: str, hf: ModelOptions) -> str:

@@ -16,7 +16,7 @@ import typer
 
 from sacplan.core.files import table_of
 from sacplan.device.devices import DEFAULT_DEVICE as DEFAULT_DEVICE
-from sacplan.integrations.hf.target import ModelOptions, given
+from sacplan.integrations.hf.target import ModelOptions
 from sacplan.profiling.optimizer_names import NONE, named_optimizer
 
 Runtime = Literal["cost-model", "benchmark"]
@@ -137,17 +137,12 @@ class StepOptions:
     trace: Annotated[Run | None, option("trace")] = None
     mode: Annotated[Literal["train", "inference"] | None, option("mode")] = None
     accumulation_steps: Annotated[
-        int | None, option("accumulation_steps", "; with a plan or a saved profile, its own.")
+        int | None, option("accumulation_steps", "; a saved profile has its own.")
     ] = None
     routing: Routed = None
     compile: Compiled = None
     world_size: Annotated[int | None, option("world_size")] = None
     fsdp_unit: Annotated[list[str] | None, option("fsdp_unit")] = None
-
-    @property
-    def recorded(self) -> dict[str, Any]:
-        """What a recording is made with, as arguments of ``sacplan.profile``, of what is given."""
-        return given(self, "device", "world_size", "fsdp_unit")
 
 
 _PARSERS = {"dtype": dtype_name, "optimizer": optimizer_name, "bnb_4bit_quant_storage": storage_name}

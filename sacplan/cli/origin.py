@@ -18,7 +18,6 @@ from msgspec import structs
 
 from sacplan.cli.output import note
 from sacplan.integrations.hf.target import ModelOptions, Target
-from sacplan.profiling.optimizer_names import NONE, named_optimizer
 
 if TYPE_CHECKING:
     from sacplan import Plan, Profile
@@ -40,18 +39,11 @@ def origin_of(target: Target, **chosen: Any) -> dict[str, Any] | None:
 
 
 def options_of(origin: Mapping[str, Any] | None) -> ModelOptions | None:
-    """Return the options that an origin stands for; None for other targets, and for files saved from Python.
-
-    Raises:
-        KeyError, ValueError: no name, or a value that the command line does not offer.
-    """
+    """Return the options that an origin stands for; None for other targets, and for files saved from Python."""
     if origin is None:
         return None
     given = dict(origin)
     del given["name"]
-    # The file may be edited, or of another version.
-    if given.get("optimizer", NONE) != NONE:
-        named_optimizer(str(given["optimizer"]))
     return msgspec.convert(given, ModelOptions, strict=False)
 
 

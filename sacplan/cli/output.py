@@ -136,25 +136,6 @@ def stage(name: str, *, long: bool = False) -> Iterator[None]:
         yield
 
 
-def number(title: str) -> Column:
-    """Return a right-aligned column, for numbers."""
-    return Column(title, justify="right")
-
-
-def table(columns: Sequence[Column | str], rows: Sequence[Sequence[str]]) -> Table:
-    """Make a table with a header.
-
-    Args:
-        columns: titles, or columns from ``number``.
-        rows: a cell for each column.
-    """
-    fresh = (c.copy() if isinstance(c, Column) else c for c in columns)  # a rich column collects its cells
-    made = Table(*fresh, box=None, pad_edge=False, safe_box=True)
-    for row in rows:
-        made.add_row(*row)
-    return made
-
-
 def rows_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a table of rows.
 
@@ -168,9 +149,12 @@ def rows_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
         for column in table_of(_COLUMNS)
         if column["table"] == name and any(row[column["figure"]] for row in rows)
     ]
-    titles = [number(column["title"]) if column["is_number"] else column["title"] for column in columns]
-    figures = [column["figure"] for column in columns]
-    return table(titles, [[_cell(figure, row[figure]) for figure in figures] for row in rows])
+    made = Table(box=None, pad_edge=False, safe_box=True)
+    for column in columns:
+        made.add_column(column["title"], justify="right" if column["is_number"] else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(_cell(column["figure"], row[column["figure"]]) for column in columns))
+    return made
 
 
 def _cell(name: str, value: Any) -> str:
@@ -198,8 +182,6 @@ def _print_table(made: Table) -> None:
     if made.show_header:
         # A line under the header is for people. In a pipe it would be one more line to skip.
         made.box = box.SIMPLE_HEAD if console.is_terminal else None
-    for column in made.columns:
-        column.overflow = "fold"
     with console.capture() as text:
         console.print(made)
     typer.echo("\n".join(line.rstrip() for line in text.get().splitlines()))  # rich pads lines with blanks

@@ -7,23 +7,19 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from sacplan.cli import options as o
 from sacplan.cli.files import kind_of
 from sacplan.cli.origin import options_of, origin_of, seen_in
-from sacplan.cli.output import note, stage, warn
+from sacplan.cli.output import note, stage
 from sacplan.cli.targets import is_json_file, load_target, not_a_model, users_code
-from sacplan.errors import DeviceError
-from sacplan.integrations.hf.target import DEFAULTS, NAMED, ModelOptions, Target, TargetError
+from sacplan.integrations.hf.target import NAMED, ModelOptions, Target, TargetError, given
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from sacplan import DeviceSpec, Plan, Profile, Verification
-    from sacplan.distributed.ranks.ranks import Ranks
-
-_Value = TypeVar("_Value")
+    from sacplan import DeviceSpec, Plan, Profile
 
 
 @dataclass(frozen=True)
@@ -47,23 +43,11 @@ def device_of(name: str | None) -> DeviceSpec:
 
     name = name or o.DEFAULT_DEVICE
     if is_json_file(name):
-        return DeviceSpec.load(_existing(name))
+        return DeviceSpec.load(name)
     found = resolve_device(name)
     if said := meant_by(name):
         note(f"--device {said}")
     return found
-
-
-def _asked_ranks(step: o.StepOptions) -> Ranks | None:
-    """Return the ranks of ``--world-size`` and ``--fsdp-unit``; None if no world size is given."""
-    from sacplan.distributed.ranks.ranks import Ranks
-
-    # ``Ranks`` would refuse it as well, in the words of the library.
-    if step.fsdp_unit and (step.world_size or 1) == 1:
-        raise TargetError(
-            "--fsdp-unit is given, but with one rank nothing is sharded. Say over how many ranks: --world-size 8."
-        )
-    return None if step.world_size is None else Ranks.of(step.world_size, step.fsdp_unit or None)
 
 
 def dtype_for(spec: DeviceSpec, source: str, asked: ModelOptions) -> ModelOptions:
@@ -84,39 +68,32 @@ def sized_target(
     if target.make_batch is None:
         raise TargetError(
             f"{command} tries batches of many sizes, but {name} makes only one. Return a mapping with the key "
-            "make_batch as well, a function of the batch size: make_batch=lambda n: torch.randn(n, 512)."
+            "make_batch as well, a function of the batch size (of certify, of other sizes, too): "
+            "make_batch=lambda n: torch.randn(n, 512)."
         )
     return target, target.make_batch
 
 
-def profile_of(source: str, step: o.StepOptions, hf: ModelOptions, plan: Plan | None = None) -> Source:
+def profile_of(source: str, step: o.StepOptions, hf: ModelOptions) -> Source:
     """Load a saved profile, or record the step of a target.
-
-    Args:
-        source: as the user wrote it.
-        step, hf: options.
-        plan: of that step. A target with another model or batch is refused before it is recorded.
 
     Raises:
         TargetError: options that contradict a saved profile, or a target that cannot be loaded.
-        PlanMismatch: the plan is for another model or batch.
     """
-    ranks = _asked_ranks(step)  # first, so that an error in the options is reported before anything is loaded
     if is_json_file(source):
-        return _saved_profile(source, step, ranks, hf)
+        return _saved_profile(source, step, hf)
     import sacplan
+    from sacplan.distributed.ranks.ranks import Ranks
 
     # Errors in options first, then those of the device, then those of the target: from quick to slow.
+    ranks = None
+    if step.world_size is not None or step.fsdp_unit:
+        ranks = Ranks.of(step.world_size or 1, step.fsdp_unit or None)
     spec = device_of(step.device)
     with stage("loading"):
         target = load_target(
             source, dtype_for(spec, source, hf), spec.kind if step.trace == "real" else "meta"
         )
-    # Recording takes long, and a wrong model is found at once.
-    if plan is not None:
-        with users_code(f"the batch of {target.name}"):
-            plan.fingerprint.check_model(target.model)
-            plan.fingerprint.check_batch(target.batch() if callable(target.batch) else target.batch)
     train = step.mode != "inference"
     computes = "timing each op" if step.runtime == "benchmark" else ""
     if step.trace == "real":
@@ -131,139 +108,35 @@ def profile_of(source: str, step: o.StepOptions, hf: ModelOptions, plan: Plan | 
         warnings.simplefilter("ignore", sacplan.errors.SumOfOutputsWarning)
         profile = sacplan.profile(
             target.model, target.batch, target.loss_fn if train else None, target.optimizer if train else None,
-            device=spec, ranks=ranks, **step.recorded,
+            device=spec, ranks=ranks, **given(step, "device", "world_size", "fsdp_unit"),
         )  # fmt: skip
     return Source(profile, target, origin_of(target))
 
 
-def _saved_profile(source: str, step: o.StepOptions, ranks: Ranks | None, hf: ModelOptions) -> Source:
+def _saved_profile(source: str, step: o.StepOptions, hf: ModelOptions) -> Source:
     import sacplan
 
     # These options say how to record. They would change nothing in a recording, so they are refused.
-    if given := step.recorded | hf.given():
-        raise TargetError(
-            f"{o.named(given)}: {source} is recorded already. Record another profile with "
-            f"sacplan profile TARGET {o.written(given)}."
-        )
-    path = _existing(source)
+    if asked := given(step) | hf.given():
+        raise TargetError(f"{o.named(asked)}: {source} is recorded already. Give this to sacplan profile.")
     # The loader would only say that it is not a profile.
-    if kind_of(path) in ("configuration", "device", "plan"):
+    if kind_of(Path(source)) in ("configuration", "device", "plan"):
         raise not_a_model(source, "a profile or ")
-    # The origin is read here too: if it is damaged, the error is about this file, and not about the command.
     with stage("reading"):
-        profile = _read(sacplan.Profile.load, source, "profile")
-        origin = profile.fingerprint.target
-        _read(lambda _: options_of(origin), source, "profile")
-    # The device is part of a recording: its kernels, its rounding, its times.
-    if step.device is not None and device_of(step.device).name != profile.device:
-        raise TargetError(
-            f"{source} is of a step on {profile.device}; record one on the other device with "
-            f"sacplan profile TARGET --device {step.device}."
-        )
-    return Source(profile.on_ranks(ranks), None, origin)
-
-
-def saved_profile(path: str) -> Profile:
-    """Load a profile."""
-    import sacplan
-
-    return _read(sacplan.Profile.load, path, "profile")
-
-
-def saved_plan(path: str) -> Plan:
-    """Load a plan."""
-    import sacplan
-
-    return _read(sacplan.Plan.load, path, "plan")
-
-
-def _existing(name: str) -> Path:
-    path = Path(name)
-    if not path.exists():
-        raise TargetError(f"{name}: there is no such file.")
-    return path
-
-
-def _read(load: Callable[[Path], _Value], name: str, what: str) -> _Value:
-    path = _existing(name)
-    try:
-        return load(path)
-    # A truncated or edited file may fail anywhere in its loader.
-    except (KeyError, TypeError, ValueError, IndexError, EOFError) as error:
-        raise TargetError(
-            f"{path} is not a complete {what} ({type(error).__name__}: {error}). Make it again."
-        ) from error
+        profile = sacplan.Profile.load(source)
+    return Source(profile, None, profile.fingerprint.target)
 
 
 def as_planned(asked: ModelOptions, plan: Plan, plan_file: str) -> ModelOptions:
     """Return the options of an ``hf:`` target to verify: those given, else those that the plan was made with.
 
-    Notes on stderr name what is taken from the plan, and where the two disagree.
+    A note on stderr names what is taken from the plan. Where the two disagree, the verification says so.
     """
-    origin = plan.fingerprint.target
-    kept = _read(lambda _: options_of(origin), plan_file, "plan")
-    given = asked.given()
-    made = (kept or seen_in(plan.fingerprint)).given()
-    taken = {name: value for name, value in made.items() if name not in given}
-    if taken:
-        whose = "" if origin is None else f", which was made from {origin['name']}"
-        note(f"{o.written(taken)}: from {plan_file}{whose}")
-    if origin is None and "optimizer" not in given:
-        note(
-            f"{plan_file} does not say which optimizer and attention it was made with; using --optimizer "
-            f"{DEFAULTS.optimizer} and what transformers chooses"
-        )
-    for name, ours in given.items():
-        # The user's own options win, but a verification of another step should not pass unnoticed.
-        if made.get(name, ours) != ours:
-            warn(f"--{name} {ours} is used, but {plan_file} was made with --{name} {made[name]}")
-    return ModelOptions(**{**made, **given, "fetch": asked.fetch})
-
-
-def step_as_planned(asked: o.StepOptions, plan: Plan, plan_file: str) -> o.StepOptions:
-    """Return how to record a target for a report on a plan: as asked for, else as the plan's profile was recorded.
-
-    Raises:
-        TargetError: the plan is for a device that is not in the table.
-    """
-    from sacplan.device.devices import resolve_device
-
-    device = asked.device or plan.device
-    # A plan holds no more than the name of its device, which is not enough if the table does not have it.
-    if asked.device is None:
-        try:
-            resolve_device(device)
-        except DeviceError as error:
-            raise TargetError(
-                f"{plan_file} is for {device!r}, which is no device of the table; give the file of its DeviceSpec: "
-                "--device FILE."
-            ) from error
-    setup: Any = plan.fingerprint.setup  # strings of these two are the literals of StepOptions
-    made: Any = plan.provenance
-    return replace(
-        asked, device=device, runtime=asked.runtime or made.runtime, trace=asked.trace or made.trace,
-        mode=asked.mode or made.mode, accumulation_steps=asked.accumulation_steps or setup.accumulation_steps,
-        routing=asked.routing or setup.routing, compile=asked.compile or setup.compiled,
-    )  # fmt: skip
-
-
-def verified(target: Target, plan: Plan, run: o.Run, grad_accum: int | None = None) -> Verification:
-    """Run the step of a target with a plan applied; without ``grad_accum`` with as many micro-batches as planned."""
-    import sacplan
-
-    train = plan.provenance.mode == "train"
-    # A plan for inference was made from the forward pass alone.
-    loss_fn, optimizer = (target.loss_fn, target.optimizer) if train else (None, None)
-    steps = "running three real steps: one without the plan, two with it" if run == "real" else "verifying"
-    with (
-        stage(steps, long=run == "real"),
-        users_code(f"the step of {target.name}"),
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("ignore", sacplan.errors.SumOfOutputsWarning)  # the assumptions report it
-        return sacplan.verify(
-            target.model, target.batch, plan, loss_fn, optimizer, run=run, accumulation_steps=grad_accum
-        )
+    made = (options_of(plan.fingerprint.target) or seen_in(plan.fingerprint)).given()
+    ours = asked.given()
+    if taken := {name: value for name, value in made.items() if name not in ours}:
+        note(f"{o.written(taken)}: from {plan_file}")
+    return ModelOptions(**{**made, **ours, "fetch": asked.fetch})
 
 
 def check_early(
@@ -315,14 +188,6 @@ def mesh_of(text: str | None, techniques: Mapping[str, Any]) -> dict[str, Any]:
     if not techniques:
         return {"mesh": mesh}
     return {"mesh": mesh, "techniques": ("shard", *techniques["techniques"])}
-
-
-def planned(source: Source, budget: str | None, solver: str = "best", **how: Any) -> Plan:
-    """Plan on a profile. ``how`` is passed to ``sacplan.plan``."""
-    import sacplan
-
-    with stage("planning"):
-        return sacplan.plan(source.profile, budget, solver, **how)
 
 
 def curve(profile: Profile, points: int, **how: Any) -> pd.DataFrame:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from sacplan.cli import options as o
 from sacplan.cli import show, sources
@@ -13,7 +14,7 @@ from sacplan.cli.exits import VerificationFailed
 from sacplan.cli.files import check_output
 from sacplan.cli.origin import save
 from sacplan.cli.output import CommandResult, stage
-from sacplan.cli.targets import is_json_file, load_target, not_a_model
+from sacplan.cli.targets import is_json_file, load_target, not_a_model, users_code
 from sacplan.errors import PlanMismatch, RecipeError
 from sacplan.integrations.hf.target import NAMED, TargetError, hinted
 
@@ -88,13 +89,22 @@ def plan(
 
     Without one, what torch reserves on the GPU has to fit there, beside the CUDA context.
     """
+    import sacplan
+
     # What is wrong with the file or with options is reported before the recording, which may take minutes.
     check_output(output, "plan", force=force)
     allowed = sources.check_early(budget, solver, technique, headroom)
     read = sources.profile_of(source, step, hf)
     pins = {"keep": tuple(keep or ()), "never": tuple(never or ())}
-    how = {"headroom": headroom, "host_budget": host_budget, **allowed, **sources.mesh_of(mesh, allowed)}
-    made = sources.planned(read, budget, solver, objective=objective, **pins, **how)
+    how: dict[str, Any] = {
+        "headroom": headroom,
+        "host_budget": host_budget,
+        **pins,
+        **allowed,
+        **sources.mesh_of(mesh, allowed),
+    }
+    with stage("planning"):
+        made = sacplan.plan(read.profile, budget, solver, objective=objective, **how)
     return _plan_made("plan", made, read, output)
 
 
@@ -175,16 +185,16 @@ def verify(
     plan_file: o.PlanFile,
     *,
     run: Annotated[o.Run, o.option("run", show_default=True)] = "fake",
-    grad_accum: Annotated[int | None, o.option("accumulation_steps", "; here, the plan's.")] = None,
     hf: o.PlannedHfOptions,
 ) -> CommandResult:
     """Run one step with a plan applied, and compare its peak with the plan and the budget.
 
     An hf: target is made as it was for the plan, whose file says how; options given here take precedence.
     """
+    import sacplan
     from sacplan.planning.reading import ranks_text
 
-    plan = sources.saved_plan(plan_file)
+    plan = sacplan.Plan.load(plan_file)
     if run == "real" and plan.ranks.devices > 1:
         raise TargetError(
             f"--run real: {plan_file} is for {ranks_text(plan.ranks)}, but the whole model would run here. Use "
@@ -198,8 +208,18 @@ def verify(
         here = "cuda" if torch.cuda.is_available() else "cpu"
         loaded = load_target(target, options, here if run == "real" else "meta")
     facts = {"command": "verify", **show.target_facts(loaded)}
+    # A plan for inference was made from the forward pass alone.
+    trains = plan.provenance.mode == "train"
+    loss_fn, optimizer = (loaded.loss_fn, loaded.optimizer) if trains else (None, None)
+    steps = "running three real steps: one without the plan, two with it" if run == "real" else "verifying"
     try:
-        seen = sources.verified(loaded, plan, run, grad_accum)
+        with (
+            stage(steps, long=run == "real"),
+            users_code(f"the step of {target}"),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore", sacplan.errors.SumOfOutputsWarning)  # the assumptions report it
+            seen = sacplan.verify(loaded.model, loaded.batch, plan, loss_fn, optimizer, run=run)
     # The plan is not one of this step. That is a failed verification, and not bad input.
     except (PlanMismatch, RecipeError) as error:
         raise VerificationFailed(str(error), CommandResult({**facts, "verified": False}, ())) from error

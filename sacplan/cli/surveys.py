@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -14,14 +14,10 @@ from sacplan.cli.command import command
 from sacplan.cli.exits import OutputError
 from sacplan.cli.files import check_output, is_ours
 from sacplan.cli.origin import origin_of, save
-from sacplan.cli.output import CommandResult, note, rows_table, stage, warn
+from sacplan.cli.output import CommandResult, rows_table, stage
 from sacplan.cli.targets import is_json_file, load_target, users_code
 from sacplan.core.writing import replacing
-from sacplan.errors import InfeasibleBudget
 from sacplan.integrations.hf.target import NAMED, TargetError, given
-
-if TYPE_CHECKING:
-    from sacplan import Plan
 
 
 @command(
@@ -76,30 +72,21 @@ def frontier(
     "A page, figures and a memory snapshot.",
     examples=[
         "sacplan report profile.json.gz plan.json -o report.html",
-        "sacplan report train.py:make --budget 70% -o report.html --png pictures --snapshot step.pickle",
+        "sacplan report profile.json.gz --png pictures --snapshot step.pickle --no-frontier",
     ],
 )
 def report(
-    source: o.Source,
-    plan_file: Annotated[str | None, o.argument("plan_of_source")] = None,
+    profile_file: Annotated[str, o.argument("profile_file")],
+    plan_file: Annotated[str | None, o.argument("plan_of_profile")] = None,
     *,
     output: Annotated[Path | None, o.output("the page (.html)")] = None,
     png: Annotated[Path | None, o.option("png")] = None,
     snapshot: Annotated[Path | None, o.option("snapshot")] = None,
-    budget: o.Budget = None,
-    headroom: o.Headroom = None,
-    technique: o.Techniques = None,
     frontier: Annotated[bool, o.option("frontier", show_default=True)] = True,
     points: o.Points = 8,
-    step: o.StepOptions,
-    hf: o.PlannedHfOptions,
     force: o.Force = False,
 ) -> CommandResult:
-    """Show what a plan does to a step: memory before and after, the frontier, chunks, and module by module.
-
-    With a plan, a target is recorded as it was for the plan, whose file says how; options given here take precedence.
-    Without one, a plan is made for the budget.
-    """
+    """Show what a plan does to a step: memory before and after, the frontier, chunks, and module by module."""
     import sacplan
     from sacplan.planning.reading import ranks_text
 
@@ -110,31 +97,18 @@ def report(
     check_output(output, "report", force=force)
     check_output(snapshot, "snapshot", force=force)
     _check_directory(png, force=force)
-    if plan_file is not None and (budget is not None or headroom is not None):
-        asked = "--headroom" if budget is None else "--budget"
-        raise TargetError(f"give a plan ({plan_file}) or a {asked} to make one for, not both.")
-    allowed = sources.check_early(budget, "best", technique, headroom)
-    plan = None if plan_file is None else sources.saved_plan(plan_file)
-    # Without a plan the options say how to record. A saved profile is what it is, and is compared with the plan below.
-    if plan is None or is_json_file(source):
-        read = sources.profile_of(source, step, hf)
-    else:
-        options = sources.as_planned(hf, plan, str(plan_file)) if source.startswith(NAMED) else hf
-        recorded = sources.step_as_planned(step, plan, str(plan_file))
-        read = sources.profile_of(source, recorded, options, plan)
-        # The ranks of the plan, unless others were asked for: those have to agree with the plan.
-        if step.world_size is None:
-            read = dataclasses.replace(read, profile=read.profile.on_ranks(plan.ranks))
-    profile = read.profile
+    if not is_json_file(profile_file):
+        raise TargetError(
+            f"{profile_file} is no saved profile; make one: sacplan profile {profile_file} -o profile.json.gz."
+        )
+    profile = sacplan.Profile.load(profile_file)
+    plan = None if plan_file is None else sacplan.Plan.load(plan_file)
     if plan is not None and plan.ranks != profile.ranks:
         raise TargetError(
-            f"{plan_file} is for {ranks_text(plan.ranks)}, but {source} is of {ranks_text(profile.ranks)}."
+            f"{plan_file} is for {ranks_text(plan.ranks)}, but {profile_file} is of {ranks_text(profile.ranks)}."
         )
-    if plan is None:
-        plan = _plan_to_show(read, budget, headroom, allowed)
-    else:
-        # The frontier shows what else this plan could have been, so its plans may do the same things.
-        allowed = allowed or {"techniques": plan.provenance.techniques}
+    # The frontier shows what else this plan could have been, so its plans may do the same things.
+    allowed = {} if plan is None else {"techniques": plan.provenance.techniques}
     # The snapshot shows no frontier, and computing one takes long.
     curve = sources.curve(profile, points, **allowed) if frontier and (output or png) else None
     shown = sacplan.Report(profile, plan, curve)
@@ -148,37 +122,11 @@ def report(
             written += shown.save_figures(png, _FORMATS)
     facts = {
         "command": "report",
-        **show.target_facts(read.target),
         **show.profile_facts(profile),
         "plan": plan and show.plan_facts(plan),
         "written": [str(path) for path in written],
     }
     return CommandResult(facts, facts["written"])
-
-
-def _plan_to_show(
-    read: sources.Source, budget: str | None, headroom: str | None, allowed: dict[str, Any]
-) -> Plan | None:
-    """Return the plan that a report shows: for the budget that was asked for, or for the device.
-
-    None if nothing was asked for, and the step either needs no plan on the device or has none.
-    """
-    asked = budget is not None or headroom is not None
-    try:
-        made = sources.planned(read, budget, headroom=headroom, **allowed)
-    except InfeasibleBudget as error:
-        if asked:
-            raise
-        # The user did not ask for a plan, so the report goes on without one.
-        warn(f"the report has no plan: {error}")
-        return None
-    # For a budget of the user's, a plan that does nothing is the answer, and is shown.
-    if made.status == "unplanned" and not asked:
-        note(
-            f"no plan is needed: the step fits on {made.device} as it is; --budget makes one for less memory"
-        )
-        return None
-    return made
 
 
 _FIGURES = ("memory", "frontier")
@@ -278,18 +226,19 @@ def show_file(file: Annotated[str, o.argument("saved_file")]) -> CommandResult:
 
     Layers that do the same are shown once.
     """
+    import sacplan
     from sacplan.planning.layers import read_layers
     from sacplan.planning.reading import kept_sections, layer_facts, plan_sections
     from sacplan.planning.units import kept_by_layer
 
     # Anything else is read as a plan, whose loader says what is wrong with it.
     if is_ours(Path(file), "profile"):
-        profile = sources.saved_profile(file)
+        profile = sacplan.Profile.load(file)
         kept = kept_by_layer(profile.program)
         facts = {"what": "profile", **show.profile_facts(profile), "layers": layer_facts(kept)}
         sections = [profile.in_words(), *kept_sections(kept)]
     else:
-        plan = sources.saved_plan(file)
+        plan = sacplan.Plan.load(file)
         facts = {"what": "plan", **show.plan_facts(plan), "layers": layer_facts(read_layers(plan))}
         sections = plan_sections(plan)
     return CommandResult({"command": "show", **facts}, show.sections_shown(sections))

@@ -32,13 +32,13 @@ from sacplan.cli.options import named
 from sacplan.cli.output import note
 from sacplan.errors import SacplanError
 from sacplan.integrations.hf import architectures
-from sacplan.integrations.hf.target import NAMED, ModelOptions, Target, TargetError, hinted
+from sacplan.integrations.hf.target import NAMED, ModelOptions, Target, TargetError, given, hinted
 
 _DEFAULT_NAME = "sacplan_target"
 _FAKE_TENSORS = (
     "torch._subclasses.fake_tensor"  # logs each error that it raises; ``--debug`` shows the traceback
 )
-_KEYS = ("model", "batch", "loss_fn", "optimizer", "make_batch")
+_KEYS = {"model", "batch", "loss_fn", "optimizer", "make_batch"}
 _FORMS = "FILE.py:FUNCTION, MODULE:FUNCTION, hf:NAME, hf:CONFIG.json or diffusers:NAME"
 
 
@@ -69,10 +69,8 @@ def load_target(text: str, options: ModelOptions, place: str = "meta") -> Target
         with users_code(text):
             return build(text, options, place, functools.partial(_may_fetch, fetch=options.fetch))
     # Any target may make batches of a size. Everything else is up to the user's function.
-    given = replace(options, batch=None).given()
-    given |= {} if options.fetch is None else {"fetch": True}
-    if given:
-        raise TargetError(f"{named(given)}: only for hf: targets; {text!r} decides that itself.")
+    if asked := given(options, "batch"):
+        raise TargetError(f"{named(asked)}: only for hf: targets; {text!r} decides that itself.")
     # A file first: ``train.py:make`` would match as a module, too.
     if match := re.fullmatch(r"(.+\.py)(?::(.+))?", text):
         module, attribute = _load_file(Path(match[1])), match[2]
@@ -83,9 +81,15 @@ def load_target(text: str, options: ModelOptions, place: str = "meta") -> Target
             raise not_a_model(text)
         raise TargetError(f"{text!r} is not a target; write {_FORMS}.{_meant(text)}")
     function = _find(module, attribute, text)
-    _check_no_arguments(function, text)
     with users_code(text):
-        target = _target(text, function())
+        try:
+            made = function()
+        except TypeError as error:
+            # Raised by the call itself, not in the function: it takes arguments.
+            if error.__traceback__ is None or error.__traceback__.tb_next is None:
+                raise TargetError(f"{text} is called without arguments: {error}.") from error
+            raise
+        target = _target(text, made)
         if options.batch is None:
             return target
         if target.make_batch is None:
@@ -126,20 +130,17 @@ def not_a_model(text: str, profile: str = "") -> TargetError:
     """
     path = Path(text)
     kind = kind_of(path) if path.is_file() else None
-    # From the most likely mistake on: each kind of file has its own place on the command line, which the
-    # message names.
     if kind == "configuration":
         return TargetError(f"{text} looks like a configuration of transformers. Did you mean hf:{text}?")
-    needed = f"{profile}the model itself is needed here: {_FORMS}"
-    if kind == "plan":
-        return TargetError(
-            f"{text} is a plan; {needed}. A plan comes second: sacplan verify TARGET {text}, or sacplan report TARGET "
-            f"{text} -o report.html."
-        )
-    if kind == "device":
-        return TargetError(f"{text} is a device; {needed}. A device is given as --device {text}.")
-    what = "a profile" if kind == "profile" else "a JSON file"
-    return TargetError(f"{text} is {what}; {needed}.")
+    # Each kind of file has its own place on the command line.
+    place = {
+        "plan": f" It comes second: sacplan verify TARGET {text}.",
+        "device": f" Give it as --device {text}.",
+    }
+    what = "JSON file" if kind is None else kind
+    return TargetError(
+        f"{text} is a {what}; {profile}the model itself is needed here: {_FORMS}.{place.get(what, '')}"
+    )
 
 
 @contextlib.contextmanager
@@ -219,17 +220,9 @@ def _load_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise TargetError(f"{path} cannot be imported as Python.")
     module = importlib.util.module_from_spec(spec)
-    # A file may have the name of a module that is imported already. If it fails, that module is put back.
-    before = sys.modules.get(path.stem)
     sys.modules[path.stem] = module  # dataclasses and pickle look modules up here
-    try:
-        with users_code(str(path)):
-            spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[path.stem]
-        if before is not None:
-            sys.modules[path.stem] = before
-        raise
+    with users_code(str(path)):
+        spec.loader.exec_module(module)
     return module
 
 
@@ -246,21 +239,16 @@ def _find(module: ModuleType, attribute: str | None, text: str) -> Callable[[], 
     file = text.removesuffix(f":{attribute}")
     # A target can only have a model if it has imported torch; do not import it for this.
     torch, is_class = sys.modules.get("torch"), inspect.isclass(found)
-    # Before ``callable``: a model is callable, and its class as well.
-    if torch is not None and issubclass(found if is_class else type(found), torch.nn.Module):
-        named = f"the class {found.__name__}" if is_class else type(found).__name__
-        raise TargetError(
-            f"{text} is a model ({named}), and a target is a function without arguments that returns a model "
-            f"and a batch. Write one in {file}, for example: def {_DEFAULT_NAME}(): return {wanted}{'()' * is_class}, "
-            "torch.randn(8, 64)"
-        )
-    function: Callable[[], Any] = found
-    if callable(found):
+    # A model is callable, and its class as well.
+    is_model = torch is not None and issubclass(found if is_class else type(found), torch.nn.Module)
+    if callable(found) and not is_model:
+        function: Callable[[], Any] = found
         return function
     if found is not None:
+        what = f"the class {found.__name__}" if is_class else f"of type {type(found).__name__}"
         raise TargetError(
-            f"{text} is a value of type {type(found).__name__}, and a target is a function without arguments that "
-            "returns (model, batch)."
+            f"{text} is {what}, and a target is a function without arguments that returns a model and a batch: "
+            f"def {_DEFAULT_NAME}(): return model, batch"
         )
     # Functions that the module defines itself, and not those that it has imported.
     names = [
@@ -273,34 +261,15 @@ def _find(module: ModuleType, attribute: str | None, text: str) -> Callable[[], 
     raise TargetError(f"{file} has no function {wanted}; {has}{example}.")
 
 
-def _check_no_arguments(function: Callable[[], Any], text: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some callables written in C have none
-        return
-    try:
-        # Defaults are fine: only arguments without one are missing.
-        signature.bind()
-    except TypeError as error:
-        raise TargetError(
-            f"{text} is called without arguments, but it takes {signature}: {error}."
-        ) from error
-
-
 def _target(text: str, made: Any) -> Target:
-    # Errors in keys are found here, where the message can name the target.
-    if isinstance(made, Mapping):
-        wrong = [f"unknown key {key!r}" for key in made if key not in _KEYS]
-        wrong += [f"no key {key!r}" for key in ("model", "batch") if key not in made]
-        if wrong:
-            raise TargetError(
-                f"{text} returned a mapping with {wrong[0]}; the keys are model and batch, and optionally "
-                "loss_fn, optimizer and make_batch."
-            )
-        return Target(text, **made)
+    # Found here, where the message can name the target.
     if isinstance(made, tuple) and len(made) == 2:
         return Target(text, *made)
+    if isinstance(made, Mapping) and {"model", "batch"} <= made.keys() <= _KEYS:
+        return Target(text, **made)
     what = f"a tuple of {len(made)}" if isinstance(made, tuple) else type(made).__name__
+    what = f"a mapping with the keys {', '.join(map(str, made))}" if isinstance(made, Mapping) else what
     raise TargetError(
-        f"{text} returned {what}; return (model, batch), or a mapping with the keys model, batch, loss_fn, optimizer."
+        f"{text} returned {what}; return (model, batch), or a mapping with the keys model and batch, and optionally "
+        "loss_fn, optimizer and make_batch."
     )

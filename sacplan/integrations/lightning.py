@@ -40,6 +40,7 @@ from sacplan.running.watch import ShapeWatch
 
 try:
     import lightning.pytorch as pl
+    from lightning.pytorch.core.optimizer import _configure_optimizers
 except ImportError as error:
     raise ImportError(
         f"sacplan.integrations.lightning needs lightning ({error}); pip install 'sacplan[lightning]'"
@@ -291,23 +292,15 @@ def _loader(module: pl.LightningModule, batches: Any) -> Any:
 def _optimizer(module: pl.LightningModule) -> torch.optim.Optimizer | None:
     """Return the optimizer of ``configure_optimizers``, from any of the forms that Lightning accepts."""
     made: Any = module.configure_optimizers()
-    # The forms are those of ``_configure_optimizers`` in ``lightning/pytorch/core/optimizer.py``: an
-    # optimizer, a mapping, lists of either, or a pair of lists.
-    if isinstance(made, (list, tuple)) and len(made) == 2 and isinstance(made[0], (list, tuple)):
-        made = made[0]  # optimizers, schedulers
-    found = [m["optimizer"] if isinstance(m, Mapping) else m for m in _as_list(made)]
+    if made is None:
+        return None
+    found: list[torch.optim.Optimizer] = _configure_optimizers(made)[0]
     if len(found) > 1:
         raise TraceError(
             f"{type(module).__name__}.configure_optimizers made {len(found)} optimizers, but with automatic "
             "optimization Lightning takes one."
         )
-    return found[0] if found else None
-
-
-def _as_list(made: Any) -> list[Any]:
-    if made is None:
-        return []
-    return list(made) if isinstance(made, (list, tuple)) else [made]
+    return found[0]
 
 
 _TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}

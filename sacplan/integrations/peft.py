@@ -73,7 +73,9 @@ def with_lora(
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         if quantization is not None:
             model = _quantized(model, quantization)
-            stored_as = _storage(quantization)
+            # None for bytes, the default.
+            stored: torch.dtype = quantization.bnb_4bit_quant_storage
+            stored_as = stored if stored.is_floating_point else None
             if stored_as is None if prepare is None else prepare:
                 prepared = library("peft").prepare_model_for_kbit_training
                 model = prepared(model, use_gradient_checkpointing=False)
@@ -90,12 +92,6 @@ def with_lora(
                 parameter.data = parameter.data.to(stored_as)
     trained: torch.nn.Module = model.train()
     return trained
-
-
-def _storage(quantization: BitsAndBytesConfig) -> torch.dtype | None:
-    """Return the float type that packed weights are stored as; None for bytes, the default."""
-    stored: torch.dtype = quantization.bnb_4bit_quant_storage
-    return stored if stored.is_floating_point else None
 
 
 def _quantized(model: torch.nn.Module, quantization: BitsAndBytesConfig) -> torch.nn.Module:

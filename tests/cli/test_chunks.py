@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import sacplan
-from sacplan.cli.app import app
+from tests.support import commands
 
 TRAIN = """
 import torch
@@ -45,13 +44,12 @@ TARGET = "train.py:make --device cpu"
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "160")  # no table is cut
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
 
 def run(line: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, line.split())
+    result = commands.run(line)
     assert result.exit_code == code, result.output
     return result
 
@@ -86,14 +84,6 @@ def test_policies() -> None:
     assert "needs a number of slices" in run(f"policy {TARGET} chunked-loss", code=2).stderr
     assert "takes no slices" in run(f"policy {TARGET} none --slices 4", code=2).stderr
     assert "known are 'none', 'full'" in run(f"policy {TARGET} half", code=2).stderr
-
-
-def test_a_report_of_a_plan_with_chunks() -> None:
-    run(f"policy {TARGET} chunked-loss --slices 8 -o plan.json")
-    run("report train.py:make plan.json --device cpu -o page.html --points 2")
-    page = Path("page.html").read_text(encoding="utf-8")
-    assert "Costs are those of recomputation and of chunks" in page
-    assert "What runs in slices" in page
 
 
 def test_surveys_with_chunks() -> None:

@@ -103,29 +103,10 @@ def test_a_model_that_no_batch_is_known_for(tmp_path: Path, monkeypatch: pytest.
         load_target(text, ModelOptions())
 
 
-@pytest.mark.parametrize(
-    "stated",
-    [
-        ["GPT9ForEverything"],
-        ["pipeline"],
-        ["AutoModel"],
-        ["Trainer"],
-        ["GPT2Config"],
-        [None],
-        {"GPT2LMHeadModel": 1},
-        5,
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("stated", [["GPT9ForEverything"], ["AutoModel"], ["Trainer"], [None], 5], ids=str)
 def test_a_class_that_is_no_model_of_transformers(stated: object, tmp_path: Path) -> None:
     text = _saved(transformers.GPT2Config(), tmp_path, architectures=stated)
     with pytest.raises(TargetError, match="has no model"):
-        load_target(text, ModelOptions())
-
-
-def test_a_model_that_is_too_deep_to_build(tmp_path: Path) -> None:
-    text = _saved(transformers.GPT2Config(n_layer=10_000_000), tmp_path)
-    with pytest.raises(TargetError, match="10,000,000 layers"):
         load_target(text, ModelOptions())
 
 

@@ -14,6 +14,7 @@ from msgspec import structs
 from torch import nn
 
 import sacplan
+import sacplan.testing
 from sacplan.planning.plan import _digest
 from tests.support.damage import damaged_contents
 from tests.support.slow import slow_after
@@ -141,6 +142,16 @@ def given(tmp_path_factory):
             {"op": torch.nn.Linear(4, 8), "tensors": torch.empty(2, 4), "mesh": {"tp": 2}, "device": "cpu"},
         ),
         "fake_device": (sacplan.fake_device, {"device": "cpu"}),
+        "assert_step_fits": (
+            sacplan.testing.assert_step_fits,
+            {
+                "model": nn.Linear(4, 4),
+                "batch": torch.ones(1, 4),
+                "device": "cpu",
+                "loss_fn": lambda model, batch: model(batch).sum(),
+                "optimizer": torch.optim.SGD,
+            },
+        ),
         "ranks": (entered, {"manager": sacplan.ranks, "world_size": 2, "rank": 1, "device": "cpu"}),
         "largest_rank": (
             sacplan.largest_rank,
@@ -163,6 +174,7 @@ FUNCTIONS = [
     "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "Report",
     "Report.alive_at_peak", "Report.write_snapshot",
     "strategies", "layouts", "fit", "certify", "fake_device", "ranks", "largest_rank", "compile_budget",
+    "assert_step_fits",
     "Milp", "Rotor", "MemTracker", "Plan.load",
     "Plan.save", "Profile.load", "Profile.save",
 ]  # fmt: skip
@@ -458,36 +470,6 @@ def test_paths_are_accepted(files, kind, tmp_path):
     assert len(frontier)
     assert sacplan.Report(recorded, planned, frontier).write(tmp_path / "a.html").stat().st_size
     sacplan.Report(recorded, planned).memory_figure()
-
-
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (
-            lambda m, b, r, p: sacplan.plan(m, 1.0),
-            "profile must be a Profile.*not a Sequential.*sacplan.profile",
-        ),
-        (lambda m, b, r, p: sacplan.plan(p, 1.0), "not a Plan.*sacplan.profile"),
-        (lambda m, b, r, p: sacplan.plan(None, "smallest"), "not None"),
-        (lambda m, b, r, p: sacplan.apply(m, r), "plan must be a Plan.*not a Profile.*sacplan.plan"),
-        (lambda m, b, r, p: sacplan.verify(m, b, None), "plan must be a Plan.*not None"),
-        (lambda m, b, r, p: sacplan.Report(m).write("a.html"), "profile must be a Profile"),
-    ],
-)
-def test_a_wrong_type_gets_a_sentence(files, call, said):
-    model, batch, _, _, profile, plan = files
-    with pytest.raises(sacplan.errors.PlanError, match=said):
-        call(model, batch, profile, plan)
-
-
-def test_a_path_of_something_else(files):
-    model, batch, recorded, planned, *_ = files
-    with pytest.raises(sacplan.errors.TraceError, match="holds 'plan', not a sacplan profile"):
-        sacplan.plan(planned, 1.0)
-    with pytest.raises(sacplan.errors.PlanError, match="holds 'profile', not a sacplan plan"):
-        sacplan.apply(model, recorded)
-    with pytest.raises(FileNotFoundError):
-        sacplan.verify(model, batch, "nothere.json")
 
 
 def test_call_sites_that_are_not_there(files):

@@ -50,6 +50,7 @@ def batch_of(n: int) -> dict[str, Any]:
     return {"micro_batches": (batch,), "num_items_in_batch": torch.tensor(n * SEQUENCE)}
 
 
+@pytest.mark.slow
 def test_the_batch_size_of_auto_find_batch_size(tmp_path: Path) -> None:
     auto = trainer(tmp_path, per_device_train_batch_size=STARTS_AT, auto_find_batch_size=True)
     step = step_arguments(auto)

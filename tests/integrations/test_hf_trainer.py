@@ -237,15 +237,6 @@ def test_what_cannot_be_measured_is_said(make: Callable[..., Any]) -> None:
         PlanCallback(elsewhere, tolerance=-0.1)
 
 
-def test_fewer_steps_than_are_watched(make: Callable[..., Any]) -> None:
-    trainer = make(max_steps=1)
-    callback = PlanCallback(plan_for(trainer), watch_steps=5)
-    trainer.add_callback(callback)
-    train(trainer)
-    assert len(callback.peaks_bytes) == 1
-    assert not torch.autograd._profiler_enabled()
-
-
 def test_a_plan_takes_the_place_of_checkpointing(make: Callable[..., Any]) -> None:
     expected = train(make())
     trainer = make(gradient_checkpointing=True)

@@ -144,6 +144,7 @@ def test_each_step_of_a_trainer_has_the_plan_for_its_lengths(tmp_path: Path) -> 
         PlanCallback([])
 
 
+@pytest.mark.slow
 def test_each_step_of_lightning_has_the_plan_for_its_lengths() -> None:
     pytest.importorskip("lightning")
     from sacplan.integrations.lightning import PlanCallback, step_arguments

@@ -67,6 +67,7 @@ def on_rank(rank: int, folder: str, port: int) -> None:
     assert flops[1] - flops[0] == module.seen.count(LONG) * sacplan.Plan.load(plans[1]).recompute_flops > 0
 
 
+@pytest.mark.slow
 def test_each_rank_takes_the_plan_for_its_batch(tmp_path: Path) -> None:
     from sacplan.integrations.lightning import profile_trainer
 

@@ -1,21 +1,20 @@
-"""The commands of the page on CI end with the exit codes that it names, and print what the schema says."""
+"""The commands of the page on CI end with the exit codes that it names, and print the fields that it lists."""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 from typer.testing import CliRunner
 
-from sacplan.cli.answers import FIT_PATH
 from sacplan.cli.app import app
-from tests.project.test_docs import Block, blocks_of
+from tests.project.test_docs import DOCS, Block, blocks_of
 
 
 def titled(title: str) -> Block:
@@ -51,34 +50,22 @@ def test_the_workflow_and_the_scripts_of_the_page_gate(page: Path) -> None:
     assert sacplan(f"{plan} --budget 1MiB").exit_code == 3
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
+def test_fit_prints_the_fields_of_the_page(page: Path) -> None:
+    text = (DOCS / "ci.md").read_text(encoding="utf-8")
+    of_verdict, of_row, of_error = (
+        set(re.findall(r"`(\w+)`", line.split(" | ")[1])) for line in re.findall(r"^\| .*` \|$", text, re.M)
+    )
+    for arguments, code in (
         ("--budget 1GiB", 0),
-        ("--budget 1MiB", 3),
         ("--budget 1MiB --no-sizes --batch 4", 3),
         ("--budget many", 2),
-    ],
-)
-def test_what_fit_prints_is_as_its_schema_says(page: Path, arguments: str, code: int) -> None:
-    result = sacplan(f"sacplan fit train.py:make --device cpu --json {arguments}")
-    assert result.exit_code == code
-    found = json.loads(result.stdout)
-    schema = json.loads(FIT_PATH.read_text(encoding="utf-8"))
-    jsonschema.validate(found, schema)
-    kind = "Failed" if code == 2 else "Verdict"
-    known = schema["$defs"][kind]["properties"]
-    assert found.keys() <= known.keys()
-    if code != 2:
-        assert known.keys() - found.keys() <= {"hf"}
+    ):
+        result = sacplan(f"sacplan fit train.py:make --device cpu --json {arguments}")
+        assert result.exit_code == code
+        found = json.loads(result.stdout)
+        if code == 2:
+            assert of_error <= found["error"].keys()
+            continue
+        assert of_verdict <= found.keys()
+        assert all(of_row <= row.keys() for row in found["rows"])
         assert found["fits"] == (code == 0)
-        assert found["rows"][0].keys() == schema["$defs"]["FitRow"]["properties"].keys()
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate({**found, "fits": "yes"}, schema)
-
-
-def test_the_published_schema_is_that_of_the_types() -> None:
-    """If this fails, run ``python -m sacplan.cli.answers``."""
-    from sacplan.cli.answers import fit_schema
-
-    assert json.loads(FIT_PATH.read_text(encoding="utf-8")) == json.loads(json.dumps(fit_schema()))

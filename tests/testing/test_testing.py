@@ -155,33 +155,6 @@ def test_a_share_is_one_of_the_unplanned_peak(plan: sacplan.Plan) -> None:
         assert_step_fits(model(), tokens(), budget=f"{100 * share - 0.01}%", plan=plan, **STEP)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error"),
-    [
-        ({"device": None}, sacplan.errors.PlanError),
-        ({"device": "abacus"}, sacplan.errors.DeviceError),
-        ({"budget": "12 parsecs"}, sacplan.errors.BudgetError),
-        ({"budget": -1}, sacplan.errors.BudgetError),
-        ({"budget": "1GiB", "headroom": 0.1}, sacplan.errors.BudgetError),
-        ({"model": "gpt2"}, sacplan.SacplanError),
-        ({"plan": 3}, sacplan.errors.PlanError),
-        ({"mode": "tarin"}, sacplan.errors.TraceError),
-        ({"nonsense": 1}, sacplan.errors.PlanError),
-        ({"model": nn.Linear(4, 4).requires_grad_(False), "optimizer": None}, sacplan.errors.TraceError),
-    ],
-)
-def test_wrong_arguments_are_no_failures_of_the_test(wrong: dict[str, Any], error: type[Exception]) -> None:
-    right = {
-        "model": nn.Linear(4, 4),
-        "batch": torch.ones(1, 4),
-        "device": DEVICE,
-        "optimizer": torch.optim.SGD,
-    }
-    with pytest.raises(error) as raised:
-        assert_step_fits(**(right | wrong))
-    assert not isinstance(raised.value, AssertionError)
-
-
 def test_a_missing_optimizer_is_said() -> None:
     net, x = nn.Linear(4, 4), torch.ones(1, 4)
 

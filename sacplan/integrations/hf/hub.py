@@ -49,32 +49,20 @@ def fetched(name: str) -> Path:
     """Fetch the configuration of a model from the hub into its cache.
 
     Raises:
-        TargetError: There is no such model, it is closed to the user, or the hub cannot be reached.
+        TargetError: The hub has no such file, does not give it to the user, or cannot be reached.
     """
     import huggingface_hub
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants
 
-    instead = f"Or give the file itself: hf:{FILE}."
     telemetry = constants.HF_HUB_DISABLE_TELEMETRY
     # Otherwise the library also asks the hub which tools there are, to name the one that calls it.
     constants.HF_HUB_DISABLE_TELEMETRY = True
     try:
         return Path(huggingface_hub.hf_hub_download(name, FILE, cache_dir=constants.HF_HUB_CACHE))
-    except errors.GatedRepoError as error:  # before the next: it is one of these
+    except OSError as error:  # as all errors of the library are; its text says what to do
+        reason = " ".join(str(error).split())[:400]
         raise TargetError(
-            f"{name} is closed to those who have not accepted its terms. Accept them on the hub and log in with "
-            f"`hf auth login`. {instead}"
+            f"{FILE} of {name} could not be fetched: {reason} Or give the file itself: hf:{FILE}."
         ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise TargetError(f"the hub has no model {name}, or it is private. {instead}") from error
-    except errors.EntryNotFoundError as error:
-        if isinstance(error, errors.LocalEntryNotFoundError):  # offline, or the hub did not answer
-            raise TargetError(
-                f"{constants.ENDPOINT} could not be reached for {FILE} of {name}. {instead}"
-            ) from error
-        raise TargetError(f"{name} has no {FILE} on the hub, so it is no model of transformers.") from error
-    except (errors.HfHubHTTPError, OSError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise TargetError(f"{FILE} of {name} could not be fetched: {reason}. {instead}") from error
     finally:
         constants.HF_HUB_DISABLE_TELEMETRY = telemetry

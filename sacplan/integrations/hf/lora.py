@@ -39,19 +39,12 @@ def parse(text: str) -> dict[str, Any]:
             found[argument] = read(value.strip())
         except ValueError as error:
             raise TargetError(f"--lora {text}: {word.strip()!r} cannot be read. {LORA}") from error
-    # The default of ``LoraConfig``.
-    found.setdefault("r", 8)
-    if found["r"] < 1:
-        raise TargetError(f"--lora {text}: the rank must be 1 or more.")
     return found
 
 
 def _targets(value: str) -> list[str] | str:
-    names = [name for name in value.split("+") if name]
-    if not names:
-        raise ValueError
     # PEFT takes its word for all linear layers as a text, and names of layers as a list.
-    return ALL_LINEAR if names == [ALL_LINEAR] else names
+    return value if value == ALL_LINEAR else value.split("+")
 
 
 _WORDS: dict[str, tuple[str, Callable[[str], Any]]] = {

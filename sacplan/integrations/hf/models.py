@@ -53,9 +53,6 @@ _OWN_FUNCTION = "Write a function that returns the model and a batch, and give i
 
 _NO_CODE = "its model is code that comes with its weights, which is not run."
 
-_MOST_LAYERS = 10_000
-"""DeepNet (Wang et al., 2022), the deepest published transformer, has 1,000."""
-
 _KNOWN = ("names that are known, with or without their owner:", *architectures.by_owner())
 """Hints, a line each."""
 
@@ -297,18 +294,13 @@ def _read(name: str, path: Path) -> Any:
     import transformers
 
     try:
-        found = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        return transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = _NO_CODE if "trust_remote_code" in str(error) else " ".join(str(error).split())[:200]
         version = transformers.__version__
         raise TargetError(
             f"{name} cannot be read as a configuration of transformers {version}: {reason} {_OWN_FUNCTION}"
         ) from error
-    # Each layer is built, and a hundred thousand of them take minutes before anything is printed.
-    layers = first_of(text_config(found), "num_hidden_layers", "n_layer", "num_layers", "encoder_layers")
-    if isinstance(layers, int) and layers > _MOST_LAYERS:
-        raise TargetError(f"{name} has {layers:,} layers; sacplan builds models of up to {_MOST_LAYERS:,}.")
-    return found
 
 
 def _seq(name: str, model: Any, asked: int | None) -> int:
