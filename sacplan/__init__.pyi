@@ -13,7 +13,6 @@ from .classic.graph import (
 )
 from .classic.policy import get_optimal_checkpointing_policy_per_module
 from .classic.sac_milp import SacMilpResult, sac_milp
-from .device.calibrate import calibrate
 from .device.device_memory import AllocatorPeaks, DeviceMemory
 from .device.devices import DeviceSpec, devices
 from .device.kernel_rates import KernelRates
@@ -102,7 +101,6 @@ __all__ = [
     "WholeRun",
     "aggregate_stats",
     "apply",
-    "calibrate",
     "certify",
     "compile_budget",
     "devices",

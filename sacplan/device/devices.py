@@ -8,7 +8,7 @@ used), the vendors' datasheets (dense figures, halved where only the sparse one 
 see ``links.py``.
 How much of them kernels reach is said in two steps. ``compute_efficiency`` and ``bandwidth_efficiency`` are what the
 best kernels reach; the table's comment says which of them are fitted and which are assumed. ``rates`` say how the other
-kinds of kernels compare with these, see ``kernel_rates.py``. ``sacplan.calibrate`` measures both on the local device.
+kinds of kernels compare with these, see ``kernel_rates.py``.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class DeviceSpec:
     """Boost clock of the multiprocessors. If it is left out, that of the device of this name in the table, else the one
     that the float32 peak implies. A CPU has none."""
     rates: KernelRates | None = None
-    """How kernels of each kind compare with the best ones. If it is left out, the device is not calibrated, and the
-    rates are those fitted to published times of several GPUs. A CPU has none: its ops have the plain roofline."""
+    """How kernels of each kind compare with the best ones. If it is left out, the rates are those fitted to
+    published times of several GPUs. A CPU has none: its ops have the plain roofline."""
     matmul_workspace_bytes: Count | None = None
     """Bytes that the matrix library (cuBLAS) keeps for each thread that multiplies. ``profile`` counts them. None:
     torch's default for the architecture and release, see ``library_workspace_bytes``. 0: nothing."""

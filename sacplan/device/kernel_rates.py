@@ -20,8 +20,6 @@ Where the figures come from:
   (``benchmarks/data/steps.jsonl``). ``python -m benchmarks.published`` compares.
 - *paper*: a figure of the publication that is named.
 - *assumed*: we know of no published figure.
-
-``sacplan.calibrate`` measures them on the local GPU.
 """
 
 from __future__ import annotations
@@ -132,7 +130,7 @@ there is less bandwidth for it: timm's steps on RTX 3090 and 4090 show that they
 
 
 def default_rates(capability: tuple[int, int] | None, bytes_per_cycle: float) -> KernelRates:
-    """Return the rates of a GPU that has not been calibrated, with this bandwidth for a cycle of a multiprocessor."""
+    """Return the rates of a GPU with this bandwidth for a cycle of a multiprocessor."""
     rates = HOPPER if capability is not None and (9, 0) <= capability < (12, 0) else KernelRates()
     more = max(1.0, FITTED_BYTES_PER_CYCLE / bytes_per_cycle)
     shares = {name: min(1.0, more * getattr(rates, name)) for name in _ASK_FOR_TOO_FEW}
