@@ -27,18 +27,15 @@ Private PyTorch API, tried on 2.11 and 2.13: the ``OpOverload`` schema.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 
 from sacplan.device import index_kernels, row_kernels  # noqa: F401  (each registers its rules)
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.host_step import copy_ms, update_and_copy_ms
-from sacplan.device.kernel_rates import KINDS
+from sacplan.device.kernel_rates import speeds_of
 from sacplan.device.op_kernels import OVERWRITES, Call, Kernel, kernels_of, tensor_bytes
 from sacplan.torch_compat.calls import Call as AnyCall
 from sacplan.torch_compat.host_memory import TO_DEVICE, TO_HOST
@@ -126,7 +123,7 @@ class CostModel:
         self._conv_tf32 = tf32_allowed(torch.backends.cudnn) if tf32 is None else tf32
         self._known: dict[Any, tuple[int, float]] = {}
         # For each kind, how many of what it waits for are done in a millisecond.
-        self._speeds = _speeds(spec) if spec.kind == "cuda" else {}
+        self._speeds = speeds_of(spec) if spec.kind == "cuda" else {}
 
     def cost(self, call: Call) -> tuple[int, float]:
         """Return (FLOPs, milliseconds) of one call of an op."""
@@ -141,7 +138,7 @@ class CostModel:
     def _compute(self, call: Call) -> tuple[int, float]:
         func, args, count = call.func, call.args, call.flops
         call.tf32 = self._runs_tf32(call)
-        peak = self.flops_per_s(call) if count else 0.0
+        peak = self.spec.reached_flops(_matrix_dtype(call), tf32=call.tf32)
         if func._schema.name == _FROM_HOST:
             # An update that another processor makes: no kernel of the device, and no FLOPs of it.
             parameters, read_bytes = args
@@ -154,11 +151,7 @@ class CostModel:
         if self.spec.kind == "cuda":
             return count, sum(self.kernel_ms(kernel, peak) for kernel in kernels_of(call))
         memory_s = op_bytes(call) / (self.spec.bandwidth_bytes_per_s * self.spec.bandwidth_efficiency)
-        return count, max(count / peak if count else 0.0, memory_s) * 1e3 + self.spec.kernel_launch_us * 1e-3
-
-    def flops_per_s(self, call: Call) -> float:
-        """Return what large matrix products reach on the operands of a call, in FLOP/s."""
-        return self.spec.reached_flops(_matrix_dtype(call), tf32=self._runs_tf32(call))
+        return count, max(count / peak, memory_s) * 1e3 + self.spec.kernel_launch_us * 1e-3
 
     def _runs_tf32(self, call: Call) -> bool:
         allowed = self._conv_tf32 if "conv" in call.func._schema.name else self._tf32
@@ -187,43 +180,6 @@ def fused_ms(spec: DeviceSpec, name: str, nbytes: int) -> float:
         bandwidth = spec.bandwidth_bytes_per_s * spec.bandwidth_efficiency
         return 1e3 * nbytes / bandwidth + spec.kernel_launch_us * 1e-3
     return CostModel(spec).kernel_ms(Kernel("pointwise" if "_poi_" in name else "reduction", nbytes))
-
-
-@dataclass(frozen=True, slots=True)
-class _Speed:
-    """How fast kernels of one kind run on one device.
-
-    Attributes:
-        bytes_per_ms: read and written.
-        elements_per_ms: infinite where elements do not matter.
-        matrix_share: of the FLOP/s of large matrix products.
-    """
-
-    bytes_per_ms: float
-    elements_per_ms: float
-    matrix_share: float
-
-
-def _speeds(spec: DeviceSpec) -> dict[str, _Speed]:
-    """Return the speeds of all kinds of kernels."""
-    rates = msgspec.structs.asdict(spec.kernel_rates)
-    bytes_per_ms = spec.bandwidth_bytes_per_s * spec.bandwidth_efficiency * 1e-3
-    found = {}
-    for name, kind in KINDS.items():
-        elements_per_ms = math.inf
-        if kind.rate:
-            elements_per_ms = rates[kind.rate] * spec.cycles_per_s * 1e-3
-        elif kind.block_us:
-            # Blocks have 1,024 threads.
-            elements_per_ms = spec.sm_count * (spec.threads_per_sm // 1024) / (rates[kind.block_us] * 1e-3)
-        elif kind.us:
-            elements_per_ms = 1 / (rates[kind.us] * 1e-3)
-        found[name] = _Speed(
-            bytes_per_ms * (rates[kind.share] if kind.share else 1.0),
-            elements_per_ms,
-            rates[kind.matrix] if kind.matrix else 1.0,
-        )
-    return found
 
 
 def _repeats(args: Sequence[Any]) -> int:
