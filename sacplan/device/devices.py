@@ -14,7 +14,6 @@ how the other kinds of kernels compare with these.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import os
@@ -29,6 +28,7 @@ import msgspec
 
 from sacplan.core.budget import parse_budget
 from sacplan.core.files import Count, Name, Positive, schema_of, table_of, write
+from sacplan.core.near import did_you_mean
 from sacplan.device import files
 from sacplan.device.files import Duration, Efficiency, Rate
 from sacplan.device.links import LINKS, Link
@@ -472,11 +472,8 @@ def resolve_device(device: str | DeviceSpec | torch.device | None) -> DeviceSpec
         for index in range(torch.cuda.device_count()):
             if _compact(torch.cuda.get_device_name(index)) == key:
                 return _here(index)
-    near = [n for n in _table() if key and (key in _compact(n) or _compact(n) in key)]
-    near += [names[k] for k in difflib.get_close_matches(key, names, n=3) if names[k] not in near]
-    hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
     raise DeviceError(
-        f"unknown device {device!r}.{hint} Known: 'cuda' (the GPU that is here), "
+        f"unknown device {device!r}.{did_you_mean(key, names)} Known: 'cuda' (the GPU that is here), "
         f"{', '.join(repr(n) for n in known_devices())}; or pass a DeviceSpec of your own."
     )
 
