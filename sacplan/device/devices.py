@@ -472,8 +472,9 @@ def resolve_device(device: str | DeviceSpec | torch.device | None) -> DeviceSpec
         for index in range(torch.cuda.device_count()):
             if _compact(torch.cuda.get_device_name(index)) == key:
                 return _here(index)
+    near = did_you_mean(key, names, names.__getitem__)
     raise DeviceError(
-        f"unknown device {device!r}.{did_you_mean(key, names)} Known: 'cuda' (the GPU that is here), "
+        f"unknown device {device!r}.{near} Known: 'cuda' (the GPU that is here), "
         f"{', '.join(repr(n) for n in known_devices())}; or pass a DeviceSpec of your own."
     )
 

@@ -65,7 +65,7 @@ def build(target: str, asked: ModelOptions, place: str) -> Target:
     name, _, size = target.removeprefix(PREFIX).partition("@")
     matches = [each for each in known() if name.lower() in (each.lower(), each.rpartition("/")[2].lower())]
     if not matches:
-        meant = did_you_mean(name, {each: PREFIX + each for each in known()})
+        meant = did_you_mean(name, known(), PREFIX.__add__)
         raise hinted(
             TargetError(f"{name!r} is no model that is known.{meant}"), "names that are known:", *known()
         )

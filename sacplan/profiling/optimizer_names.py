@@ -143,7 +143,7 @@ def named_optimizer(name: str) -> NamedOptimizer:
     """
     found = _BY_KEY.get(_key(name))
     if found is None:
-        near = did_you_mean(_key(name), {key: one.name for key, one in _BY_KEY.items()})
+        near = did_you_mean(_key(name), _BY_KEY, lambda key: _BY_KEY[key].name)
         hint = near or f" Known are {', '.join(BY_NAME)}."
         raise ValueError(f"unknown optimizer {name!r}.{hint}")
     return found

@@ -76,4 +76,4 @@ def by_owner() -> list[str]:
 
 def near(name: str) -> list[str]:
     """Return the names of rows that are spelled alike, for "Did you mean"."""
-    return near_names(name, {spelled: row.name for spelled, row in _by_name().items()})
+    return near_names(name, _by_name(), lambda spelled: _by_name()[spelled].name)
