@@ -1,7 +1,7 @@
 """The cost model: the FLOPs and bytes of an op, and its time on a device.
 
 On a CPU the time of an op is that of the plain roofline (Williams et al., "Roofline", CACM 2009), each operand moved
-once for each argument:
+once:
 
     milliseconds = 1e3 * max(FLOPs / (peak * compute_efficiency), bytes / (bandwidth * bandwidth_efficiency))
                    + 1e-3 * kernel_launch_us
@@ -17,8 +17,8 @@ convolutions and attention have a formula, as there; all the other ops are bound
 Times of ops add up: they are what the device takes, launches included. Where the CPU cannot issue ops as fast as the
 device runs them, as in eager mode with small tensors, a step takes longer than the sum.
 
-Known simplifications: caches are modelled only where a kernel reads its own operand again; on a CPU an operand given
-twice is read twice, and recurrent layers (oneDNN) count no FLOPs; fp32 attention follows the same TF32 switch as matrix
+Known simplifications: caches are modelled only where a kernel reads its own operand again; on a CPU recurrent layers
+(oneDNN) count no FLOPs; fp32 attention follows the same TF32 switch as matrix
 products.
 
 Private PyTorch API, tried on 2.11 and 2.13: the ``OpOverload`` schema.
@@ -36,13 +36,10 @@ from sacplan.device import index_kernels, row_kernels  # noqa: F401  (each regis
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.host_step import copy_ms, update_and_copy_ms
 from sacplan.device.kernel_rates import speeds_of
-from sacplan.device.op_kernels import OVERWRITES, Call, Kernel, kernels_of, tensor_bytes
+from sacplan.device.op_kernels import Call, Kernel, kernels_of, tensor_bytes
 from sacplan.torch_compat.calls import Call as AnyCall
 from sacplan.torch_compat.host_memory import TO_DEVICE, TO_HOST
-from sacplan.torch_compat.ops import aten_names, op_traits, tensors_in
-
-# ---------------------------------------------------------------------------------------------------------
-# Bytes
+from sacplan.torch_compat.ops import aten_names
 
 # Launch no kernel: they look at metadata, or only allocate. Views are found by their schema.
 _FREE = aten_names("""
@@ -52,8 +49,6 @@ _FREE = aten_names("""
     _local_scalar_dense
 """)
 _FREE_NAMESPACES = ("prim", "profiler", "inductor")
-# Read no more of their first argument than they write.
-_GATHERS = aten_names("embedding index _unsafe_index index_select gather take")
 # Products whose first argument is the summand.
 _WITH_SUMMAND = aten_names("addmm addmm_ baddbmm baddbmm_ addbmm")
 
@@ -67,23 +62,6 @@ def is_free(func: torch._ops.OpOverload) -> bool:
     )
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
     return schema.name in _FREE or func.namespace in _FREE_NAMESPACES or (views and not writes)
-
-
-def op_bytes(call: Call) -> int:
-    """Return the bytes that one op reads and writes; 0 for views, metadata queries and bare allocations."""
-    if is_free(call.func):
-        return 0
-    name, written = call.func._schema.name, call.written_bytes
-    read = 0
-    for i, arg in enumerate(call.args):
-        if i == 0 and name in OVERWRITES:
-            continue
-        nbytes = sum(map(tensor_bytes, tensors_in(arg)))
-        # A lookup reads only its rows of the table.
-        read += min(nbytes, written) if i == 0 and name in _GATHERS else nbytes
-    outs = op_traits(call.func).written_names  # among the keyword arguments: ``out=``, which is not read
-    given = [tensor for key, value in call.kwargs.items() if key not in outs for tensor in tensors_in(value)]
-    return read + sum(map(tensor_bytes, given)) + written
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -150,7 +128,7 @@ class CostModel:
             return 0, copy_ms(tensor_bytes(call.returned), args[1], self.spec)
         if self.spec.kind == "cuda":
             return count, sum(self.kernel_ms(kernel, peak) for kernel in kernels_of(call))
-        memory_s = op_bytes(call) / (self.spec.bandwidth_bytes_per_s * self.spec.bandwidth_efficiency)
+        memory_s = call.nbytes / (self.spec.bandwidth_bytes_per_s * self.spec.bandwidth_efficiency)
         return count, max(count / peak, memory_s) * 1e3 + self.spec.kernel_launch_us * 1e-3
 
     def _runs_tf32(self, call: Call) -> bool:

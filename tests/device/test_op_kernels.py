@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sacplan.device.cost import CostModel, op_bytes
+from sacplan.device.cost import CostModel
 from sacplan.device.devices import DeviceSpec, resolve_device
 from sacplan.device.flops import op_flops
 from sacplan.device.kernel_rates import KINDS
@@ -162,7 +162,7 @@ def test_on_a_cpu_time_is_the_plain_roofline(name: str) -> None:
     out = func(*args)
     flops = op_flops(Call(func, args, {}, out))
     compute_s = flops / (CPU.flops["float32"] * CPU.compute_efficiency)
-    memory_s = op_bytes(Call(func, args, {}, out)) / (CPU.bandwidth_bytes_per_s * CPU.bandwidth_efficiency)
+    memory_s = Call(func, args, {}, out).nbytes / (CPU.bandwidth_bytes_per_s * CPU.bandwidth_efficiency)
     want = max(compute_s, memory_s) * 1e3 + CPU.kernel_launch_us * 1e-3
     assert CostModel(CPU).cost(Call(func, args, {}, out)) == (flops, want)
 
