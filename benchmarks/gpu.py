@@ -10,8 +10,8 @@ model in bfloat16 or under autocast, with AdamW:
 - the predicted peak of the step, which is a sum of tensors, beside ``requested_bytes.all.peak`` of
   ``torch.cuda.memory_stats``, and what the allocator played through reports beside what the real one does
   (``max_memory_allocated``, ``max_memory_reserved``), in the first step and in eight more;
-- the step's time by the wall clock, beside predictions by the cost model of the table, by one that was measured here
-  (``sacplan.calibrate``), and by timing each op (``runtime="benchmark"``);
+- the step's time by the wall clock, beside predictions by the cost model of the table, and by timing each op
+  (``runtime="benchmark"``);
 - two plans, applied and measured, with loss and gradients compared bit by bit. Where they vary from run to run,
   ``gpu_plans.py`` compares them under deterministic algorithms.
 
@@ -21,7 +21,6 @@ A row that fails says so in the table and makes the exit status 1; the others go
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import json
@@ -45,7 +44,6 @@ from benchmarks.harness.results import MIB, RESULTS, ROOT, Row, as_text, read_re
 from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.models import gpu_models
 from sacplan.device.attention import AttentionCall, attention_backend
-from sacplan.device.calibrate import calibrate
 from sacplan.device.cublas import library_workspace_bytes
 from sacplan.device.device_memory import device_memory
 from sacplan.device.devices import DeviceSpec, resolve_device
@@ -96,25 +94,18 @@ def _from_hf_models(hf_models: Any, name: str, device: str) -> tuple[torch.nn.Mo
 # --- one row ----------------------------------------------------------------------------------------
 
 
-def measure_row(build: Build, device: str, specs: dict[str, DeviceSpec]) -> Row:
+def measure_row(build: Build, device: str, spec: DeviceSpec) -> Row:
     """Measure everything about one model."""
     own = memory_before()
     model, batch, loss_fn = build()
     loss_fn = loss_fn or default_loss
-    spec = specs["datasheet"]
     profiles: dict[str, sacplan.Profile] = {}
     profile_s = {}
-    for name, runtime in (
-        ("datasheet", "cost-model"),
-        ("calibrated", "cost-model"),
-        ("benchmark", "benchmark"),
-    ):
+    for name, runtime in (("datasheet", "cost-model"), ("benchmark", "benchmark")):
         profile = functools.partial(sacplan.profile, model, batch, loss_fn, torch.optim.AdamW)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            profiles[name], profile_s[name] = timed(
-                functools.partial(profile, device=specs.get(name, spec), runtime=runtime)
-            )
+            profiles[name], profile_s[name] = timed(functools.partial(profile, device=spec, runtime=runtime))
     seen = profiles["datasheet"]
     row: Row = {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -351,8 +342,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("there is no CUDA device here")
     began = time.perf_counter()
     device = "cuda"
-    spec, here = resolve_device(device), calibrate(device)
-    specs = {"datasheet": spec, "calibrated": here}
+    spec = resolve_device(device)
     board = torch.cuda.get_device_name()
     print(f"{board} ({spec.name}), torch {torch.__version__}, CUDA {torch.version.cuda}")
     data: Row = {
@@ -361,7 +351,6 @@ def main(arguments: list[str] | None = None) -> int:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "calibrated": dataclasses.asdict(here),
         "cublas": cublas_report(spec, device),
         "attention": attention_rows(spec, device),
     }
@@ -378,7 +367,7 @@ def main(arguments: list[str] | None = None) -> int:
             row["skipped"] = f"no time left (--seconds {options.seconds:g})"
         else:
             try:
-                row |= measure_row(build, device, specs)
+                row |= measure_row(build, device, spec)
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 row["traceback"] = traceback.format_exc()

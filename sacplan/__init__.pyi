@@ -13,10 +13,8 @@ from .classic.graph import (
 )
 from .classic.policy import get_optimal_checkpointing_policy_per_module
 from .classic.sac_milp import SacMilpResult, sac_milp
-from .device.calibrate import calibrate
 from .device.device_memory import AllocatorPeaks, DeviceMemory
 from .device.devices import DeviceSpec, devices
-from .device.kernel_rates import KernelRates
 from .device.kernels import fake_device
 from .distributed.ranks.ranks import DDP, FSDP2
 from .distributed.sharding.listing import Strategies, Strategy, strategies
@@ -74,7 +72,6 @@ __all__ = [
     "Greedy",
     "Handle",
     "InfeasibleBudget",
-    "KernelRates",
     "Layout",
     "Layouts",
     "MemTracker",
@@ -102,7 +99,6 @@ __all__ = [
     "WholeRun",
     "aggregate_stats",
     "apply",
-    "calibrate",
     "certify",
     "compile_budget",
     "devices",

@@ -28,7 +28,6 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -280,8 +279,8 @@ def _flash_attention_3(device: str) -> DeviceSpec:
     reached = 1e-12 * spec.reached_flops(torch.bfloat16)
     if spec.capability != (9, 0):
         return spec
-    rates = {"cudnn_attention": 648 / reached, "cudnn_attention_backward": 561 / reached}
-    return dataclasses.replace(spec, rates=msgspec.structs.replace(spec.kernel_rates, **rates))
+    shares = {"cudnn_attention": 648 / reached, "cudnn_attention_backward": 561 / reached}
+    return dataclasses.replace(spec, matrix_shares=shares)
 
 
 def _checkpointed(model: Any) -> None:

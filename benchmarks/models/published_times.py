@@ -14,7 +14,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -171,8 +170,8 @@ def _triton_attention(width: int, heads: int) -> DeviceSpec:
     """
     spec = resolve_device("a100-80gb")
     share = {64: 100e12, 128: 95e12}[width // heads] / spec.reached_flops(torch.bfloat16)
-    rates = msgspec.structs.replace(spec.kernel_rates, flash_attention=share, flash_attention_backward=share)
-    return dataclasses.replace(spec, rates=rates)
+    shares = {"flash_attention": share, "flash_attention_backward": share}
+    return dataclasses.replace(spec, matrix_shares=shares)
 
 
 def _mpt(setting: Mapping[str, Any]) -> Case:

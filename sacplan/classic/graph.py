@@ -9,7 +9,6 @@ what can be reached exactly, in addition to the fit.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from sacplan.core.arguments import check_statistics, checked
+from sacplan.core.near import did_you_mean
 from sacplan.errors import PlanError
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class Graph:
         try:
             return self._index[fqn]
         except KeyError:
-            raise PlanError(f"unknown module {fqn!r}{self._suggest(fqn)}") from None
+            raise PlanError(f"unknown module {fqn!r}.{did_you_mean(fqn, self._index)}") from None
 
     def position(self, fqn: str) -> int:
         """Return how many modules end their forward before this one."""
@@ -253,7 +253,7 @@ class Graph:
             elif self.root and name.startswith(self.root + ".") and name[len(self.root) + 1 :] in self._index:
                 found.add(name[len(self.root) + 1 :])
             else:
-                raise PlanError(f"{argument}: unknown module {name!r}{self._suggest(name)}")
+                raise PlanError(f"{argument}: unknown module {name!r}.{did_you_mean(name, self._index)}")
         return frozenset(found)
 
     def named_memory_rows(self, world_size: int = 1) -> list[MemoryRow]:
@@ -304,13 +304,6 @@ class Graph:
             for node in self.nodes
         ]
         return pd.DataFrame(rows).set_index("fqn")
-
-    def _suggest(self, name: str) -> str:
-        # Whoever leaves out the beginning of a name means one that ends so.
-        ends_so = [fqn for fqn in self._index if fqn.endswith("." + name)]
-        near = difflib.get_close_matches(name, list(self._index), n=5, cutoff=0.5)
-        shown = list(dict.fromkeys(ends_so[:3] + near))[:5] or list(self._index)[:5]
-        return "; did you mean one of " + ", ".join(repr(fqn) for fqn in shown) + "?"
 
 
 @checked(PlanError)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 
 from sacplan.core.elements import names_module, outermost, pattern_of
 from sacplan.core.files import table_of
+from sacplan.core.near import did_you_mean
 from sacplan.core.program import ROOT_SCOPE, Phase, Program
 from sacplan.errors import TraceError
 
@@ -31,20 +31,13 @@ def matching_modules(names: Sequence[str], patterns: Iterable[str], argument: st
         # ``layers.*`` matches what is inside of a layer as well; only the layer is meant.
         matches = outermost(name for name in names if names_module(pattern, name))
         if not matches:
-            raise TraceError(_unknown(pattern, names, argument))
+            known = f" Modules are {', '.join(map(repr, filter(None, names[:6])))}."
+            raise TraceError(
+                f"{argument}: no module matches {pattern!r}.{did_you_mean(pattern, names) or known} Patterns are "
+                'matched whole, "*" also matches dots, and "" is the model itself.'
+            )
         found.update(dict.fromkeys(matches))
     return tuple(found)
-
-
-def _unknown(pattern: str, names: Sequence[str], argument: str) -> str:
-    known = [name for name in names if name]
-    near = difflib.get_close_matches(pattern, known, n=4, cutoff=0.4)
-    near += [name for name in known if name.endswith(f".{pattern}") and name not in near][:3]
-    listed = ", ".join(map(repr, near or known[:6]))
-    return (
-        f"{argument}: no module matches {pattern!r}; {'near names are' if near else 'modules are'} {listed}. Patterns "
-        'are matched whole, "*" also matches dots, and "" is the model itself.'
-    )
 
 
 def pattern_over(fqns: Iterable[str]) -> str:

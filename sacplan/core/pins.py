@@ -20,19 +20,17 @@ units, stay as they are.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from sacplan.core.elements import names_module
 from sacplan.core.fingerprint import Fingerprint
+from sacplan.core.near import did_you_mean
 from sacplan.core.program import ROOT_SCOPE, Phase, Program
 from sacplan.errors import PlanError
 
 _NAMESPACES = ("aten.", "prims.")
-_NEAR = 3  # names in a message
-_ALIKE = 0.6  # difflib's ratio from which a name counts as near
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,13 +207,13 @@ class _Names:
         """Names that match; what is inside of them is not listed."""
         found = [name for name in self._modules if names_module(pattern, name)]
         if not found:
-            message = f"{argument}: {pattern!r} matches nothing. It was read as the name of a module; "
-            message += _near(pattern, _by_part(self._modules)) or "no name comes near"
+            message = f"{argument}: {pattern!r} matches nothing. It was read as the name of a module."
+            message += did_you_mean(pattern, self._modules)
             # Whoever writes ``topk`` or ``*.topk`` may have meant the op, and left out its namespace.
             ops = [name for name in self._packets() if name.partition(".")[2] == pattern.strip("*.")]
             if ops:
-                message += f"; to name an op, write {ops[0]!r}"
-            raise PlanError(message + ". See sacplan.plan for how patterns are read.")
+                message += f" To name an op, write {ops[0]!r}."
+            raise PlanError(f"{message} See sacplan.plan for how patterns are read.")
         return found
 
     def ops(self, pattern: str) -> list[int]:
@@ -223,14 +221,12 @@ class _Names:
         dotted = pattern.replace("::", ".")
         found = [i for name, ops in self._ops.items() if _matches(name, dotted) for i in ops]
         if not found:
-            message = f"keep: {pattern!r} matches nothing. It was read as the name of an op; "
+            message = f"keep: {pattern!r} matches nothing. It was read as the name of an op."
             if any(_matches(name, dotted) for name in self._later):
-                message += "one of that name runs only after the forward pass, where nothing is discarded"
+                message += " One of that name runs only after the forward pass, where nothing is discarded."
             else:
-                message += _near(
-                    dotted.partition(".")[2], {n.partition(".")[2]: n for n in self._packets()}
-                ) or ("none that runs in the forward pass comes near")
-            raise PlanError(message + ". See sacplan.plan for how patterns are read.")
+                message += did_you_mean(dotted, self._packets())
+            raise PlanError(f"{message} See sacplan.plan for how patterns are read.")
         # A view has no memory of its own, so to keep it would keep nothing.
         if not any(self._program.ops[i].writes or self._program.ops[i].mutates for i in found):
             raise PlanError(
@@ -259,29 +255,6 @@ def _with_outer(names: Iterable[str]) -> Iterable[str]:
         parts = name.split(".")
         for depth in range(1, len(parts) + 1):
             yield ".".join(parts[:depth])
-
-
-def _by_part(modules: Iterable[str]) -> dict[str, str]:
-    """Return names, and last parts of names, that a mistyped pattern may resemble, each with the right pattern."""
-    found: dict[str, str] = {}
-    # Full names first, since ``setdefault`` keeps what is there. A number is the end of many names and tells nothing.
-    for name in modules:
-        if name:
-            found.setdefault(name, name)
-    for name in modules:
-        outer, _, last = name.rpartition(".")
-        if outer and not last.isdigit():
-            found.setdefault(last, f"*.{last}")
-    return found
-
-
-def _near(pattern: str, candidates: dict[str, str]) -> str:
-    core = pattern.strip("*.")
-    # Names that are spelled alike come first, then those that contain the pattern's text.
-    close = difflib.get_close_matches(core, candidates, n=_NEAR, cutoff=_ALIKE)
-    close += [name for name in candidates if core and core in name and name not in close]
-    names = dict.fromkeys(candidates[name] for name in close[:_NEAR])
-    return f"near names are {', '.join(map(repr, names))}" if names else ""
 
 
 def _scopes_of(program: Program, modules: Iterable[str]) -> set[int]:

@@ -1,7 +1,7 @@
 """The cost model: the FLOPs and bytes of an op, and its time on a device.
 
 On a CPU the time of an op is that of the plain roofline (Williams et al., "Roofline", CACM 2009), each operand moved
-once for each argument:
+once:
 
     milliseconds = 1e3 * max(FLOPs / (peak * compute_efficiency), bytes / (bandwidth * bandwidth_efficiency))
                    + 1e-3 * kernel_launch_us
@@ -17,8 +17,8 @@ convolutions and attention have a formula, as there; all the other ops are bound
 Times of ops add up: they are what the device takes, launches included. Where the CPU cannot issue ops as fast as the
 device runs them, as in eager mode with small tensors, a step takes longer than the sum.
 
-Known simplifications: caches are modelled only where a kernel reads its own operand again; on a CPU an operand given
-twice is read twice, and recurrent layers (oneDNN) count no FLOPs; fp32 attention follows the same TF32 switch as matrix
+Known simplifications: caches are modelled only where a kernel reads its own operand again; on a CPU recurrent layers
+(oneDNN) count no FLOPs; fp32 attention follows the same TF32 switch as matrix
 products.
 
 Private PyTorch API, tried on 2.11 and 2.13: the ``OpOverload`` schema.
@@ -27,25 +27,19 @@ Private PyTorch API, tried on 2.11 and 2.13: the ``OpOverload`` schema.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 
 from sacplan.device import index_kernels, row_kernels  # noqa: F401  (each registers its rules)
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.host_step import copy_ms, update_and_copy_ms
-from sacplan.device.kernel_rates import KINDS
-from sacplan.device.op_kernels import OVERWRITES, Call, Kernel, kernels_of, tensor_bytes
+from sacplan.device.kernel_rates import speeds_of
+from sacplan.device.op_kernels import Call, Kernel, kernels_of, tensor_bytes
 from sacplan.torch_compat.calls import Call as AnyCall
 from sacplan.torch_compat.host_memory import TO_DEVICE, TO_HOST
-from sacplan.torch_compat.ops import aten_names, op_traits, tensors_in
-
-# ---------------------------------------------------------------------------------------------------------
-# Bytes
+from sacplan.torch_compat.ops import aten_names
 
 # Launch no kernel: they look at metadata, or only allocate. Views are found by their schema.
 _FREE = aten_names("""
@@ -55,8 +49,6 @@ _FREE = aten_names("""
     _local_scalar_dense
 """)
 _FREE_NAMESPACES = ("prim", "profiler", "inductor")
-# Read no more of their first argument than they write.
-_GATHERS = aten_names("embedding index _unsafe_index index_select gather take")
 # Products whose first argument is the summand.
 _WITH_SUMMAND = aten_names("addmm addmm_ baddbmm baddbmm_ addbmm")
 
@@ -70,23 +62,6 @@ def is_free(func: torch._ops.OpOverload) -> bool:
     )
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
     return schema.name in _FREE or func.namespace in _FREE_NAMESPACES or (views and not writes)
-
-
-def op_bytes(call: Call) -> int:
-    """Return the bytes that one op reads and writes; 0 for views, metadata queries and bare allocations."""
-    if is_free(call.func):
-        return 0
-    name, written = call.func._schema.name, call.written_bytes
-    read = 0
-    for i, arg in enumerate(call.args):
-        if i == 0 and name in OVERWRITES:
-            continue
-        nbytes = sum(map(tensor_bytes, tensors_in(arg)))
-        # A lookup reads only its rows of the table.
-        read += min(nbytes, written) if i == 0 and name in _GATHERS else nbytes
-    outs = op_traits(call.func).written_names  # among the keyword arguments: ``out=``, which is not read
-    given = [tensor for key, value in call.kwargs.items() if key not in outs for tensor in tensors_in(value)]
-    return read + sum(map(tensor_bytes, given)) + written
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -126,7 +101,7 @@ class CostModel:
         self._conv_tf32 = tf32_allowed(torch.backends.cudnn) if tf32 is None else tf32
         self._known: dict[Any, tuple[int, float]] = {}
         # For each kind, how many of what it waits for are done in a millisecond.
-        self._speeds = _speeds(spec) if spec.kind == "cuda" else {}
+        self._speeds = speeds_of(spec) if spec.kind == "cuda" else {}
 
     def cost(self, call: Call) -> tuple[int, float]:
         """Return (FLOPs, milliseconds) of one call of an op."""
@@ -141,7 +116,7 @@ class CostModel:
     def _compute(self, call: Call) -> tuple[int, float]:
         func, args, count = call.func, call.args, call.flops
         call.tf32 = self._runs_tf32(call)
-        peak = self.flops_per_s(call) if count else 0.0
+        peak = self.spec.reached_flops(_matrix_dtype(call), tf32=call.tf32)
         if func._schema.name == _FROM_HOST:
             # An update that another processor makes: no kernel of the device, and no FLOPs of it.
             parameters, read_bytes = args
@@ -153,12 +128,8 @@ class CostModel:
             return 0, copy_ms(tensor_bytes(call.returned), args[1], self.spec)
         if self.spec.kind == "cuda":
             return count, sum(self.kernel_ms(kernel, peak) for kernel in kernels_of(call))
-        memory_s = op_bytes(call) / (self.spec.bandwidth_bytes_per_s * self.spec.bandwidth_efficiency)
-        return count, max(count / peak if count else 0.0, memory_s) * 1e3 + self.spec.kernel_launch_us * 1e-3
-
-    def flops_per_s(self, call: Call) -> float:
-        """Return what large matrix products reach on the operands of a call, in FLOP/s."""
-        return self.spec.reached_flops(_matrix_dtype(call), tf32=self._runs_tf32(call))
+        memory_s = call.nbytes / (self.spec.bandwidth_bytes_per_s * self.spec.bandwidth_efficiency)
+        return count, max(count / peak, memory_s) * 1e3 + self.spec.kernel_launch_us * 1e-3
 
     def _runs_tf32(self, call: Call) -> bool:
         allowed = self._conv_tf32 if "conv" in call.func._schema.name else self._tf32
@@ -187,43 +158,6 @@ def fused_ms(spec: DeviceSpec, name: str, nbytes: int) -> float:
         bandwidth = spec.bandwidth_bytes_per_s * spec.bandwidth_efficiency
         return 1e3 * nbytes / bandwidth + spec.kernel_launch_us * 1e-3
     return CostModel(spec).kernel_ms(Kernel("pointwise" if "_poi_" in name else "reduction", nbytes))
-
-
-@dataclass(frozen=True, slots=True)
-class _Speed:
-    """How fast kernels of one kind run on one device.
-
-    Attributes:
-        bytes_per_ms: read and written.
-        elements_per_ms: infinite where elements do not matter.
-        matrix_share: of the FLOP/s of large matrix products.
-    """
-
-    bytes_per_ms: float
-    elements_per_ms: float
-    matrix_share: float
-
-
-def _speeds(spec: DeviceSpec) -> dict[str, _Speed]:
-    """Return the speeds of all kinds of kernels."""
-    rates = msgspec.structs.asdict(spec.kernel_rates)
-    bytes_per_ms = spec.bandwidth_bytes_per_s * spec.bandwidth_efficiency * 1e-3
-    found = {}
-    for name, kind in KINDS.items():
-        elements_per_ms = math.inf
-        if kind.rate:
-            elements_per_ms = rates[kind.rate] * spec.cycles_per_s * 1e-3
-        elif kind.block_us:
-            # Blocks have 1,024 threads.
-            elements_per_ms = spec.sm_count * (spec.threads_per_sm // 1024) / (rates[kind.block_us] * 1e-3)
-        elif kind.us:
-            elements_per_ms = 1 / (rates[kind.us] * 1e-3)
-        found[name] = _Speed(
-            bytes_per_ms * (rates[kind.share] if kind.share else 1.0),
-            elements_per_ms,
-            rates[kind.matrix] if kind.matrix else 1.0,
-        )
-    return found
 
 
 def _repeats(args: Sequence[Any]) -> int:

@@ -7,14 +7,13 @@ used), the vendors' datasheets (dense figures, halved where only the sparse one 
 ``torch.cuda.get_device_properties(...).total_memory`` for the capacities. Peaks are those of the datasheet. For links
 see ``links.py``.
 How much of them kernels reach is said in two steps. ``compute_efficiency`` and ``bandwidth_efficiency`` are what the
-best kernels reach; the table's comment says which of them are fitted and which are assumed. ``rates`` say how the other
-kinds of kernels compare with these, see ``kernel_rates.py``. ``sacplan.calibrate`` measures both on the local device.
+best kernels reach; the table's comment says which of them are fitted and which are assumed. ``kernel_rates.py`` says
+how the other kinds of kernels compare with these.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import os
@@ -29,9 +28,9 @@ import msgspec
 
 from sacplan.core.budget import parse_budget
 from sacplan.core.files import Count, Name, Positive, schema_of, table_of, write
+from sacplan.core.near import did_you_mean
 from sacplan.device import files
 from sacplan.device.files import Duration, Efficiency, Rate
-from sacplan.device.kernel_rates import KernelRates, default_rates
 from sacplan.device.links import LINKS, Link
 from sacplan.errors import BudgetError, DeviceError
 
@@ -93,9 +92,9 @@ class DeviceSpec:
     clock_ghz: Rate | None = None
     """Boost clock of the multiprocessors. If it is left out, that of the device of this name in the table, else the one
     that the float32 peak implies. A CPU has none."""
-    rates: KernelRates | None = None
-    """How kernels of each kind compare with the best ones. If it is left out, the device is not calibrated, and the
-    rates are those fitted to published times of several GPUs. A CPU has none: its ops have the plain roofline."""
+    matrix_shares: Mapping[Name, Rate] | None = field(default=None, hash=False)
+    """Shares of ``compute_efficiency`` that kernels of some kinds reach, such as ``{"flash_attention": 0.6}``, where
+    they are others than in ``sacplan/device/kernel_kinds.csv``."""
     matmul_workspace_bytes: Count | None = None
     """Bytes that the matrix library (cuBLAS) keeps for each thread that multiplies. ``profile`` counts them. None:
     torch's default for the architecture and release, see ``library_workspace_bytes``. 0: nothing."""
@@ -133,19 +132,10 @@ class DeviceSpec:
             msgspec.convert(given, device_fields())
         except msgspec.ValidationError as error:
             raise DeviceError(f"DeviceSpec {self.name!r}: {error}") from error
-        if self.kind == "cuda" and self.rates is None:
-            bytes_per_cycle = self.bandwidth_bytes_per_s / self.cycles_per_s
-            object.__setattr__(self, "rates", default_rates(self.capability, bytes_per_cycle))
 
     def sharers(self, n: int) -> int:
         """Return how many of ``n`` ranks share a processor of their host: a node of eight has two processors."""
         return min(n, self.ranks_per_node, 4)
-
-    @property
-    def kernel_rates(self) -> KernelRates:
-        """Return the rates of a CUDA device, which always has some."""
-        assert self.rates is not None, "only a CPU has no rates"
-        return self.rates
 
     @property
     def cycles_per_s(self) -> float:
@@ -482,11 +472,9 @@ def resolve_device(device: str | DeviceSpec | torch.device | None) -> DeviceSpec
         for index in range(torch.cuda.device_count()):
             if _compact(torch.cuda.get_device_name(index)) == key:
                 return _here(index)
-    near = [n for n in _table() if key and (key in _compact(n) or _compact(n) in key)]
-    near += [names[k] for k in difflib.get_close_matches(key, names, n=3) if names[k] not in near]
-    hint = f" Did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+    near = did_you_mean(key, names, names.__getitem__)
     raise DeviceError(
-        f"unknown device {device!r}.{hint} Known: 'cuda' (the GPU that is here), "
+        f"unknown device {device!r}.{near} Known: 'cuda' (the GPU that is here), "
         f"{', '.join(repr(n) for n in known_devices())}; or pass a DeviceSpec of your own."
     )
 

@@ -15,7 +15,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from sacplan.core import files
 from sacplan.errors import DeviceError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Rate = Annotated[float, Meta(gt=0, le=1e30)]
 Duration = Annotated[float, Meta(ge=0, le=1e30)]
@@ -41,7 +41,7 @@ def fields_of(spec: type) -> type[Struct]:
 
 def file_of(fields: type[Struct]) -> type[Struct]:
     """Return the struct of a whole file of a device."""
-    head = [("what", Literal["device"]), ("schema_version", Literal[1]), ("spec", fields)]
+    head = [("what", Literal["device"]), ("schema_version", Literal[2]), ("spec", fields)]
     return msgspec.defstruct(
         "DeviceFile", head, namespace={"__doc__": "A file of a device."}, forbid_unknown_fields=True
     )

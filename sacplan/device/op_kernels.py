@@ -91,8 +91,11 @@ class Call(AnyCall):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all operands, each moved once."""
-        return sum(map(tensor_bytes, self.reads)) + self.written_bytes
+        """Bytes of all operands, each moved once; of a table in which it looks up rows, as many as it writes."""
+        read = list(map(tensor_bytes, self.reads))
+        if self.func._schema.name in _GATHERS:
+            read[0] = min(read[0], self.written_bytes)
+        return sum(read) + self.written_bytes
 
     @property
     def written_bytes(self) -> int:
@@ -104,6 +107,9 @@ OVERWRITES = aten_names(
     "zero_ fill_ copy_ normal_ uniform_ bernoulli_ random_ exponential_ _foreach_zero_ _foreach_copy_"
 )
 """Ops that write their first argument without reading it."""
+
+
+_GATHERS = aten_names("embedding index _unsafe_index index_select gather take")
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

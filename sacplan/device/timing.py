@@ -141,15 +141,10 @@ def _settings(device: torch.device) -> Any:
 _SLEEP_CYCLES = 400_000  # a fifth of a millisecond or so: more than it takes to launch an op from Python
 
 
-def run_seconds(
-    call: Callable[[], object], device: torch.device, *, launch_ahead: bool = False
-) -> Iterator[float]:
+def run_seconds(call: Callable[[], object], device: torch.device) -> Iterator[float]:
     """Yield the seconds of one run after another, after a warm-up; on CUDA by events around each run.
 
-    Args:
-        call: what to run.
-        device: where it runs.
-        launch_ahead: on CUDA, let the stream sleep before each run, so that launches do not count.
+    On CUDA the stream sleeps before each run, so that launches do not count.
     """
     call()
     while device.type == "cpu":
@@ -161,8 +156,7 @@ def run_seconds(
     while True:
         with cuda.device(device):
             begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
-            if launch_ahead:
-                cuda._sleep(_SLEEP_CYCLES)
+            cuda._sleep(_SLEEP_CYCLES)
             begin.record()
             call()
             end.record()
@@ -173,7 +167,7 @@ def run_seconds(
 def _fastest_ms(call: Callable[[], object], device: torch.device) -> float:
     """Return the milliseconds of the fastest of a few runs. The fastest one is disturbed least by other processes."""
     best, spent = math.inf, 0.0
-    for run, seconds in enumerate(run_seconds(call, device, launch_ahead=True), start=1):
+    for run, seconds in enumerate(run_seconds(call, device), start=1):
         best = min(best, seconds)
         spent += seconds
         if run == _MOST_RUNS or (run >= 2 and spent > _BUDGET_S):

@@ -16,7 +16,6 @@ With ``--lora``, adapters in float32 lie on the attention's projections, and all
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import math
@@ -28,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from sacplan.core.near import did_you_mean
 from sacplan.integrations.hf.lora import ALL_LINEAR, parse
 from sacplan.integrations.hf.target import DEFAULTS, ModelOptions, Target, TargetError, hinted
 from sacplan.integrations.peft import library
@@ -65,8 +65,7 @@ def build(target: str, asked: ModelOptions, place: str) -> Target:
     name, _, size = target.removeprefix(PREFIX).partition("@")
     matches = [each for each in known() if name.lower() in (each.lower(), each.rpartition("/")[2].lower())]
     if not matches:
-        near = difflib.get_close_matches(name, known(), n=1, cutoff=0.3)
-        meant = f" Did you mean {PREFIX}{near[0]}?" if near else ""
+        meant = did_you_mean(name, known(), PREFIX.__add__)
         raise hinted(
             TargetError(f"{name!r} is no model that is known.{meant}"), "names that are known:", *known()
         )

@@ -18,7 +18,7 @@ from sacplan.distributed.ranks.ranks import Ranks
 from sacplan.errors import TraceError
 from sacplan.record.step import Mode
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 
 class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,7 +40,7 @@ class ProfileFile(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     what: Literal["profile"]
-    schema_version: Literal[5]
+    schema_version: Literal[6]
     sha256: Checksum
 
     def __post_init__(self) -> None:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import json
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sacplan.core.near import did_you_mean
 from sacplan.errors import TraceError
 
 
@@ -143,13 +143,7 @@ def named_optimizer(name: str) -> NamedOptimizer:
     """
     found = _BY_KEY.get(_key(name))
     if found is None:
-        near = difflib.get_close_matches(_key(name), _BY_KEY, n=3, cutoff=0.8)
-        # Two similar keys may be aliases of one optimizer, which is suggested once.
-        like = [_BY_KEY[key].name for key in near]
-        known = (
-            f"Did you mean {' or '.join(dict.fromkeys(like))}?"
-            if like
-            else f"Known are {', '.join(BY_NAME)}."
-        )
-        raise ValueError(f"unknown optimizer {name!r}. {known}")
+        near = did_you_mean(_key(name), _BY_KEY, lambda key: _BY_KEY[key].name)
+        hint = near or f" Known are {', '.join(BY_NAME)}."
+        raise ValueError(f"unknown optimizer {name!r}.{hint}")
     return found

@@ -25,7 +25,7 @@ from sacplan.core.derived import derived
 from sacplan.core.liveness import bytes_at_ops
 from sacplan.core.program import Phase, Program, StorageKind
 from sacplan.core.progress import begins, is_known
-from sacplan.device.device_memory import reserved_bytes, retries_within
+from sacplan.device.device_memory import reserved_bytes
 from sacplan.planning.candidate import Candidate
 from sacplan.planning.limits import Limit, Room, Try, within
 from sacplan.planning.make import asked_of, made_plan, outcome_of, smallest_plan
@@ -54,14 +54,12 @@ class _Measured:
         peak_bytes: Peak of the step.
         reserved_bytes: What the allocator reserves; None on a CPU, and where the tensors alone do not fit.
         expandable_bytes: What expandable segments would reserve, if that fits and ``reserved_bytes`` does not.
-        with_retries: Whether ``reserved_bytes`` does not fit, and the step runs if cached segments are given back.
         step_ms: Time of the step.
     """
 
     peak_bytes: int
     reserved_bytes: int | None
     expandable_bytes: int | None
-    with_retries: bool
     step_ms: float
 
 
@@ -196,13 +194,12 @@ class Case:
             # If the tensors alone do not fit, what would be reserved for them says nothing more.
             plays = self.step.spec.kind == "cuda" and peak <= room.n_bytes
             reserved = reserved_bytes(program) if plays else None
-            expandable, retries = None, False
+            expandable = None
             if room.is_reserved and reserved is not None and reserved > room.n_bytes:
                 found = reserved_bytes(program, expandable=True)
                 expandable = found if found <= room.n_bytes else None
-                retries = not key and retries_within(program, room.n_bytes) is not None
             step_ms = program.step_ms + self.step.waits_ms(program)
-            self._measured[key] = _Measured(peak, reserved, expandable, retries, step_ms)
+            self._measured[key] = _Measured(peak, reserved, expandable, step_ms)
         return self._measured[key]
 
     # --- one way
@@ -249,7 +246,6 @@ class Case:
             optimizer=self.name, way=way.name, techniques=way.techniques, room=self.room,
             peak_bytes=taken.peak_bytes, unplanned_peak_bytes=self._measure(self.smallest(AS_IT_IS)).peak_bytes,
             **times, reserved_bytes=taken.reserved_bytes, expandable_bytes=taken.expandable_bytes,
-            runs_with_retries=taken.with_retries and not way.techniques,
             same_as=None if same == way else same.name, host_bytes=host_bytes,
             host_room_bytes=self.host_room_bytes, plan=self._plan(way, found) if fits else None, **self.fields,
         )  # fmt: skip

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from sacplan.core.budget import format_bytes, format_difference
-from sacplan.device.device_memory import WITH_RETRIES
 from sacplan.device.outside_allocator import Outside
 from sacplan.planning.limits import EXPANDABLE_SEGMENTS, Room
 from sacplan.profiling.optimizer_names import BY_NAME
@@ -36,7 +35,6 @@ class FitRow(Row):
             fit.
         room: Memory of the device that the step may take: less beside more communicators.
         expandable_bytes: What expandable segments would reserve, if that fits and ``reserved_bytes`` does not.
-        runs_with_retries: Whether it does not fit and runs all the same, since torch gives cached segments back.
         largest_batch: At the asked sequence; with a plan, at least this many, since ``max_batch`` plans at each size.
             0 where one sample does not fit; None where it was not to be computed, or with another optimizer than the
             asked one where that needs no plan.
@@ -63,7 +61,6 @@ class FitRow(Row):
     room: Room
     fits: bool = field(init=False)
     expandable_bytes: int | None = None
-    runs_with_retries: bool = False
     largest_batch: int | None = None
     longest_seq: int | None = None
     same_as: str | None = None
@@ -270,16 +267,14 @@ class Verdict:
 
     @property
     def _other_allocator(self) -> tuple[str, ...]:
-        """Sentences on what fits only with expandable segments or retries: the step as it is, or else the first way."""
-        said = (WITH_RETRIES,) if self.rows[0].runs_with_retries else ()
+        """A sentence on what fits only with expandable segments: the step as it is, or else the first way."""
         rows = [row for row in self.rows if row.expandable_bytes is not None]
         # With another way that fits, only the step as it is is worth a change of the environment.
         if not rows or (self.recommended is not None and rows[0] is not self.rows[0]):
-            return said
+            return ()
         first = rows[0]
         assert first.expandable_bytes is not None
         return (
-            *said,
             f"The tensors of {first.name} fit, only what is reserved for them does not: with {EXPANDABLE_SEGMENTS} it "
             f"is {format_bytes(first.expandable_bytes)}, which fits.",
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from sacplan.core.arguments import checked, opened
 from sacplan.core.call_sites import StepDifference
 from sacplan.core.names import folded_names
+from sacplan.core.near import did_you_mean
 from sacplan.core.setup import Setup, warn_of
 from sacplan.errors import PlanError, PlanMismatch
 from sacplan.planning.plan import Plan, PlanOrPath
@@ -254,9 +254,7 @@ def _check_units(model: torch.nn.Module, plan: Plan) -> None:
             )
     for fqn in plan.units:
         if fqn not in modules:
-            near = difflib.get_close_matches(fqn, modules, n=3)
             raise PlanMismatch(
-                f"the plan has a unit {fqn!r}, but the model has no such module"
-                + (f"; near names are {', '.join(map(repr, near))}" if near else "")
-                + ". Make a plan for this model with sacplan.plan."
+                f"the plan has a unit {fqn!r}, but the model has no such module.{did_you_mean(fqn, modules)} Make a "
+                "plan for this model with sacplan.plan."
             )

@@ -612,7 +612,6 @@ def test_reports_are_written_and_written_again(saved: Path) -> None:
 
 
 def test_a_device_from_a_file(saved: Path) -> None:
-    """As ``sacplan.calibrate(...).save`` writes it."""
     sacplan.DeviceSpec(
         name="bench", kind="cpu", memory_bytes=2**30, bandwidth_bytes_per_s=1e9, flops={"float32": 1e9}
     ).save("bench.json")

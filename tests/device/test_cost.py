@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from sacplan.device.cost import CostModel, op_bytes
+from sacplan.device.cost import CostModel
 from sacplan.device.devices import resolve_device
 from sacplan.device.flops import op_flops
 from sacplan.device.kernels import fake_device
@@ -107,15 +107,15 @@ def test_peak_is_that_of_the_matrix_operands() -> None:
 def test_bytes() -> None:
     x = torch.empty(100, 10)
     row = torch.empty(10).expand(100, 10)
-    assert op_bytes(Call(aten.add.Tensor, (x, x), {}, x)) == 3 * 4000
-    assert op_bytes(Call(aten.add.Tensor, (x, row), {}, x)) == 2 * 4000 + 40
-    assert op_bytes(Call(aten.zero_.default, (x,), {}, x)) == 4000
-    assert op_bytes(Call(aten.copy_.default, (x, x.half()), {}, x)) == 4000 + 2000
-    assert op_bytes(Call(aten.gt.Scalar, (x, 0), {}, x > 0)) == 4000 + 1000
+    assert Call(aten.add.Tensor, (x, x), {}, x).nbytes == 2 * 4000
+    assert Call(aten.add.Tensor, (x, row), {}, x).nbytes == 2 * 4000 + 40
+    assert Call(aten.zero_.default, (x,), {}, x).nbytes == 4000
+    assert Call(aten.copy_.default, (x, x.half()), {}, x).nbytes == 4000 + 2000
+    assert Call(aten.gt.Scalar, (x, 0), {}, x > 0).nbytes == 4000 + 1000
     table, index = torch.empty(10_000, 10), torch.zeros(7, dtype=torch.long)
-    assert op_bytes(Call(aten.embedding.default, (table, index), {}, torch.empty(7, 10))) == 280 + 56 + 280
-    assert op_bytes(Call(aten._foreach_add_.Scalar, ([x, x], 1.0), {}, None)) == 2 * 8000
-    assert op_bytes(Call(aten.sum.default, (torch.empty(0),), {}, torch.empty(()))) == 4
+    assert Call(aten.embedding.default, (table, index), {}, torch.empty(7, 10)).nbytes == 280 + 56 + 280
+    assert Call(aten._foreach_add_.Scalar, ([x, x.clone()], 1.0), {}, None).nbytes == 2 * 8000
+    assert Call(aten.sum.default, (torch.empty(0),), {}, torch.empty(())).nbytes == 4
 
 
 def test_views_and_queries_are_free() -> None:
@@ -131,7 +131,6 @@ def test_views_and_queries_are_free() -> None:
         (torch.ops.prim.device.default, (x,), x.device),
     ):
         assert CostModel(H100).cost(Call(func, args, {}, out)) == (0, 0.0), func
-        assert op_bytes(Call(func, args, {}, out)) == 0
     assert CostModel(H100).cost(Call(aten.clone.default, (x,), {}, x))[1] > 0
     assert CostModel(H100).cost(Call(aten.add_.Tensor, (x, x), {}, x))[1] > 0
 

@@ -17,7 +17,6 @@ from benchmarks import gpu
 from benchmarks.models import gpu_models
 from sacplan.device.cudnn_rnn import LSTM, reserve_bytes
 from sacplan.device.devices import resolve_device
-from sacplan.device.kernel_rates import KINDS
 from sacplan.device.kernels import fake_device
 from sacplan.device.library_workspaces import library_workspace_bytes
 from sacplan.record.step import Step
@@ -151,17 +150,3 @@ def test_what_an_lstm_keeps_is_estimated_to_a_quarter() -> None:
     # The other one is the state of its dropout.
     reserve = max(shape[0] for shape, dtype in saved if dtype == torch.uint8 and len(shape) == 1)
     assert reserve_bytes(LSTM, 64 * 16 * 128, 2, 0.1, 4) == pytest.approx(reserve, rel=0.25)
-
-
-def test_calibrate(tmp_path: Any) -> None:
-    spec = sacplan.calibrate(DEVICE, matmul_size=2048, copy_bytes=2**28)
-    table = resolve_device(DEVICE)
-    assert spec.name == table.name
-    assert 0 < spec.flops["bfloat16"] <= 1.2 * table.flops["bfloat16"]
-    assert 0 < spec.bandwidth_bytes_per_s <= 1.2 * table.bandwidth_bytes_per_s
-    assert 0 < spec.kernel_launch_us < 100
-    assert spec.rates != table.rates
-    shares = [k.share for k in KINDS.values() if k.share]
-    assert all(0.05 < getattr(spec.rates, share) < 1.5 for share in shares)
-    model, batch, loss_fn = gpt()
-    assert sacplan.profile(model, batch, loss_fn, device=spec).step_ms > 0

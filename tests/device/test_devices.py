@@ -102,7 +102,7 @@ def test_save_and_load(tmp_path: Path) -> None:
         for path in (tmp_path / "spec.json", tmp_path / "spec.json.gz"):
             spec.save(path)
             assert DeviceSpec.load(path) == spec
-    (tmp_path / "bad.json").write_text('{"what": "device", "schema_version": 1, "spec": {"name": "x"}}')
+    (tmp_path / "bad.json").write_text('{"what": "device", "schema_version": 2, "spec": {"name": "x"}}')
     with pytest.raises(DeviceError, match="required field `kind`"):
         DeviceSpec.load(tmp_path / "bad.json")
     (tmp_path / "other.json").write_text('{"what": "plan", "schema_version": 1}')

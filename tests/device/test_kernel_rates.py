@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from sacplan.device.cost import CostModel
 from sacplan.device.devices import DeviceSpec, known_devices, resolve_device
-from sacplan.device.kernel_rates import KernelRates
+from sacplan.device.kernel_rates import speeds_of
 from sacplan.errors import DeviceError
-
-
-@pytest.mark.parametrize("figures", [{"cast": 0.0}, {"cast": float("inf")}])
-def test_what_no_device_has_is_refused(figures: dict[str, float]) -> None:
-    with pytest.raises(DeviceError, match="KernelRates"):
-        KernelRates(**figures)
 
 
 @pytest.mark.parametrize("name", [n for n in known_devices() if n != "cpu"])
@@ -37,13 +31,16 @@ def test_a_spec_without_a_clock_has_that_of_the_table_or_of_its_peak() -> None:
         replace(h100, clock_ghz=0.0)
 
 
-def test_files_hold_rates(tmp_path: Path) -> None:
-    spec = replace(resolve_device("h100"), rates=KernelRates(cast=0.5))
-    path = tmp_path / "gpu.json"
-    spec.save(path)
-    assert DeviceSpec.load(path) == spec
-    written = json.loads(path.read_text())
-    written["spec"]["rates"] = {"warp": 0.25}
-    path.write_text(json.dumps(written))
-    with pytest.raises(DeviceError, match=r"gpu\.json .*unknown field `warp`.*rates"):
-        DeviceSpec.load(path)
+def test_shares_of_ones_own(tmp_path: Path) -> None:
+    h100 = resolve_device("h100")
+    spec = replace(h100, matrix_shares={"flash_attention": 0.8})
+    spec.save(tmp_path / "gpu.json")
+    assert DeviceSpec.load(tmp_path / "gpu.json") == spec
+    before, after = speeds_of(h100), speeds_of(spec)
+    assert after.pop("flash_attention").matrix_share == 0.8
+    assert before.pop("flash_attention").matrix_share == 0.53
+    assert before == after
+    with pytest.raises(DeviceError, match="'norm', 'warp'; it may have the kinds convolution,"):
+        CostModel(replace(h100, matrix_shares={"warp": 0.5, "norm": 0.5}))
+    with pytest.raises(DeviceError, match="matrix_shares"):
+        replace(h100, matrix_shares={"flash_attention": 0.0})

@@ -226,10 +226,10 @@ def test_wrong_arguments(name, third, given, monkeypatch, tmp_path):
 
 
 def test_every_public_function_is_tried():
-    takes_nothing, slow = {"devices"}, {"calibrate"}
+    takes_nothing = {"devices"}
     changes_its_model = {"with_lora"}  # tests/integrations/test_peft.py
     functions = {n for n in sacplan.__all__ if inspect.isroutine(getattr(sacplan, n))}
-    assert functions - set(FUNCTIONS) == takes_nothing | slow | changes_its_model
+    assert functions - set(FUNCTIONS) == takes_nothing | changes_its_model
 
 
 def test_an_estimator_that_is_entered_twice():

@@ -51,14 +51,6 @@ def attention_calls() -> Iterator[OpCall]:
 def other_calls() -> Iterator[OpCall]:
     """Calls of ops that the database does not run on a CPU, or whose samples have nothing to slice."""
     yield from attention_calls()
-    yield OpCall(aten.diagonal_backward.default, (normal(2, 3), (3, 4, 2), 0, 0, 1), {})
-    for dim in (0, 2):
-        v, g = normal(2, 3, 5), normal(*(n if i == dim else 1 for i, n in enumerate((2, 3, 5))))
-        yield OpCall(aten._weight_norm_interface.default, (v, g, dim), {})
-        w, norms = aten._weight_norm_interface(v, g, dim)
-        yield OpCall(
-            aten._weight_norm_interface_backward.default, (torch.randn_like(w), v, g, norms, dim), {}
-        )
     yield OpCall(aten.view.dtype, (normal(2, 3), torch.int32), {})
     yield OpCall(aten.scalar_tensor.default, (2.5,), {})
     yield from (OpCall(op, (normal(2, 3, 5),), {}) for op in (aten.tril.default, aten.triu.default))

@@ -63,7 +63,7 @@ def test_a_plan_takes_the_place_of_its_checkpointing(name: str) -> None:
 @pytest.mark.parametrize(
     ("target", "options", "said"),
     [
-        ("FLUX.1-de", {}, "Did you mean diffusers:black-forest-labs/FLUX.1-dev"),
+        ("FLUX.1-de", {}, "Did you mean 'diffusers:black-forest-labs/FLUX.1-dev'"),
         ("FLUX.1-dev@100x100", {}, "multiples of 16"),
         ("FLUX.1-dev@512x512x9", {}, "it makes images"),
         ("LTX-Video@512x512x10", {}, "a multiple of 8, and one more"),

@@ -23,8 +23,8 @@ from sacplan.profiling import files as profile_files
 from tests.support.damage import damaged_contents, set_to
 
 SCHEMAS = {path.stem: json.loads(path.read_text()) for path in schema.schemas()}
-PROFILES = jsonschema.Draft202012Validator(SCHEMAS["profile-5"])
-DEVICES = jsonschema.Draft202012Validator(SCHEMAS["device-1"])
+PROFILES = jsonschema.Draft202012Validator(SCHEMAS["profile-6"])
+DEVICES = jsonschema.Draft202012Validator(SCHEMAS["device-2"])
 
 LOADERS: dict[str, tuple[Callable[[Path], Any], type[SacplanError]]] = {
     "plan": (sacplan.Plan.load, sacplan.errors.PlanError),
@@ -238,7 +238,7 @@ WRONG_DEVICES = {
     "a kind that is none": set_to("spec", "kind", to="tpu"),
     "no bandwidth": lambda data: data["spec"].pop("bandwidth_bytes_per_s"),
     "half a capability": set_to("spec", "capability", to=[9]),
-    "another schema version": set_to("schema_version", to=2),
+    "another schema version": set_to("schema_version", to=1),
 }
 
 

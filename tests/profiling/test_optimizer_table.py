@@ -65,7 +65,7 @@ def test_names_as_people_write_them(text: str, name: str) -> None:
 
 
 def test_names_that_are_none() -> None:
-    with pytest.raises(sacplan.errors.TraceError, match=r"'adamw-9bit'. Did you mean adamw-8bit"):
+    with pytest.raises(sacplan.errors.TraceError, match=r"'adamw-9bit'. Did you mean 'adamw-8bit'"):
         on(GPU, "adamw-9bit")
     with pytest.raises(sacplan.errors.PlanError, match="Known are adamw, "):
         sacplan.fit(net(), lambda n: torch.ones(n, 64), GPU, loss, "shampoo")

@@ -276,7 +276,7 @@ def test_what_is_recommended_holds_the_budget_in_a_step_that_is_run() -> None:
 
 
 def test_what_cannot_be_asked_is_refused() -> None:
-    with pytest.raises(sacplan.errors.PlanError, match="Did you mean adamw-8bit"):
+    with pytest.raises(sacplan.errors.PlanError, match="Did you mean 'adamw-8bit'"):
         fitted("1GiB", optimizer="adamw-9bit")
     with pytest.raises(sacplan.errors.PlanError, match="batch"):
         fitted("1GiB", batch=0)

@@ -476,9 +476,9 @@ def test_patterns() -> None:
 @pytest.mark.parametrize(
     ("units", "message"),
     [
-        (["layer.*"], r"no module matches 'layer\.\*'; near names are .*'layers\.0'"),
-        (["mlp"], r"no module matches 'mlp'; near names are .*'layers\.0\.mlp'"),
-        (["layers"], r"no module matches 'layers'; near names are"),
+        (["layer.*"], r"no module matches 'layer\.\*'\. Did you mean .*'layers\.0'"),
+        (["mlp"], r"no module matches 'mlp'\. Did you mean .*'layers\.0\.mlp'"),
+        (["layers"], r"no module matches 'layers'\. Did you mean"),
         ([], "the units of FSDP2 are .*; give a list of patterns"),
     ],
 )

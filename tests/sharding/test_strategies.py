@@ -99,14 +99,14 @@ def strategies_of(func: Any, *args: Any, available: Sequence[Any] = (), **kwargs
 def test_what_is_offered() -> None:
     a, b = x(4, 6), x(6, 8)
     product = ["R R -> R", "S0 R -> S0", "S1 S0 -> P", "R S1 -> S1"]
-    assert strategies_of(aten.mm.default, a, b) == [*product, "P R -> P", "R P -> P"]
-    assert strategies_of(aten.mm.default, a, b, available=[[R], [R, P]]) == [*product, "R P -> P"]
+    assert strategies_of(aten.mm.default, a, b) == product
     assert strategies_of(aten.amax.default, a, [1]) == ["R -> R", "S0 -> S0", "S1 -> Pmax"]
     assert strategies_of(aten.any.dim, a > 0, 1) == ["R -> R", "S0 -> S0"]  # no partial truth
     assert strategies_of(aten._softmax.default, a, 1, False) == ["R -> R", "S0 -> S0"]
-    assert strategies_of(aten.mm.default, x(3, 5), x(5, 7)) == ["R R -> R", "P R -> P", "R P -> P"]
+    assert strategies_of(aten.mm.default, x(3, 5), x(5, 7)) == ["R R -> R"]
     assert strategies_of(aten.add.Tensor, a, 1.0) == ["R -> R", "S0 -> S0", "S1 -> S1"]
-    assert strategies_of(aten.add.Tensor, a, a)[-1] == "P P -> P"
+    assert strategies_of(aten.t.default, a)[-1] == "P -> P"
+    assert strategies_of(aten.view.dtype, a, torch.int64)[-1] == "S1 -> S1"
 
 
 def test_a_vocabulary_and_classes_may_be_cut() -> None:
@@ -139,14 +139,7 @@ def test_cuts_inside_a_dimension_are_offered_where_an_input_has_them() -> None:
     assert found == ["R -> R", "S0 -> S0", "S0/4 -> S1", "S1 -> S2"]
 
 
-def test_a_cast_to_less_precision_gets_the_sum() -> None:
-    a, bias = x(4), x(4).float()
-    assert "P -> P" not in strategies_of(aten._to_copy.default, a, dtype=torch.float32)
-    assert "P -> P" not in strategies_of(aten._to_copy.default, a, dtype=torch.int64)
-    assert "P -> P" in strategies_of(aten._to_copy.default, bias, dtype=torch.float64)
-
-
-def test_ops_that_draw_pass_no_summands_on() -> None:
+def test_ops_that_draw_may_be_cut() -> None:
     a = x(4, 6)
     assert strategies_of(aten.native_dropout.default, a, 0.5, True) == [
         "R -> R R",

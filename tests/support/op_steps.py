@@ -225,7 +225,6 @@ def lookups() -> Any:
         a.index_select(1, below(6, 4)),
         a[:, below(6, 4)],
         a[below(4, 6), below(6, 6)],
-        torch.take(a, below(192, 4, 2)),
     )
 
 

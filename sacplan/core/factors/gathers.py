@@ -77,13 +77,6 @@ def _index_select(call: RuleBuilder) -> Rule:
     return call.rule([dims, (chosen,) if indices.shape else ()], [(*dims[:dim], chosen, *dims[dim + 1 :])])
 
 
-@register("take")
-def _take(call: RuleBuilder) -> Rule:
-    x, indices = call.inputs
-    dims = call.dims(indices.shape)
-    return call.rule([call.blocked(x.shape), dims], [dims])
-
-
 @register("index_add", "index_copy", "index_fill")
 def _index_add(call: RuleBuilder) -> Rule:
     x = call["self"]

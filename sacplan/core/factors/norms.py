@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sacplan.core.factors.reductions import blocked_at
 from sacplan.core.factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, register
 
 
@@ -119,18 +118,3 @@ def _batch_norm_backward(call: RuleBuilder) -> Rule:
         return (channels,) if tuple(t.shape) == (x.shape[1],) else call.blocked(t.shape)
 
     return call.rule([dims_of(t) for t in call.inputs], [(channels,) if i else whole for i in wanted])
-
-
-@register("_weight_norm_interface", "_weight_norm_interface_backward")
-def _weight_norm(call: RuleBuilder) -> Rule:
-    """Each index of one dimension has a norm of its own; the other dimensions must be whole."""
-    # The backward op has the same tensors under other names.
-    direction = call["saved_v" if "saved_v" in call.arguments else "v"]
-    dim = call["dim"] % len(direction.shape)
-    dims = blocked_at(call, direction.shape, frozenset(range(len(direction.shape))) - {dim})
-    norms = tuple(factors if d == dim else () for d, factors in enumerate(dims))
-
-    def dims_of(t: Any) -> Dims:
-        return dims if tuple(t.shape) == tuple(direction.shape) else norms
-
-    return call.rule([dims_of(t) for t in call.inputs], [dims_of(o) for o in call.outputs])

@@ -51,19 +51,6 @@ def _scalar(call: RuleBuilder) -> Rule:
     return call.rule([], [()])
 
 
-@register("isin", "bucketize")
-def _looked_up(call: RuleBuilder) -> Rule | None:
-    """Elements are looked up one by one in a second tensor, which is needed whole."""
-    # In ``isin(2, tensor)`` the only tensor is the one that is searched.
-    if tuple(call.outputs[0].shape) != tuple(call.inputs[0].shape):
-        return None
-    # What is searched is a number.
-    if len(call.inputs) == 1:
-        return pointwise(call)
-    dims = call.dims(call.outputs[0].shape)
-    return call.rule([dims, call.blocked(call.inputs[1].shape)], [dims])
-
-
 @register("full ones zeros new_empty new_zeros new_ones new_full")
 def _filled(call: RuleBuilder) -> Rule:
     """Make a new tensor. Of an input only type and device matter."""

@@ -174,16 +174,6 @@ def _slice(call: RuleBuilder, x: Any, part: Any) -> tuple[Dims, Dims]:
     return dims, dims
 
 
-@register_both_ways("diagonal diagonal_copy", "diagonal_backward")
-def _diagonal(call: RuleBuilder, square: Any, line: Any) -> tuple[Dims, Dims]:
-    """The dimensions of the diagonal must be whole; the others come first in what it returns."""
-    rank = len(square.shape)
-    whole = (call["dim1"] % rank, call["dim2"] % rank)
-    dims = blocked_at(call, square.shape, whole)
-    others = tuple(f for d, f in enumerate(dims) if d not in whole)
-    return dims, (*others, call.factor(line.shape[-1], Kind.BLOCK))
-
-
 @register_both_ways("unfold", "unfold_backward")
 def _unfold(call: RuleBuilder, x: Any, windows: Any) -> tuple[Dims, Dims]:
     if not x.shape:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import torch
 
 from sacplan.core.arguments import checked
-from sacplan.core.budget import format_bytes
 from sacplan.device.devices import DeviceSpec, resolve_device
 from sacplan.device.kernels import fake_device
 from sacplan.distributed.sharding.costs import Costs, sent
@@ -184,15 +183,8 @@ class Strategies(Sequence[Strategy]):
         return pd.DataFrame(rows).set_index("name")
 
     def __repr__(self) -> str:
-        lines = [f"{len(self)} strategies of {self.what} on {self.mesh}"]
-        wide = max(map(len, self.names), default=0)
-        for s in self._found:
-            layouts = "  ".join(map(str, s.operands))
-            moved = format_bytes(s.forward.bytes + s.backward.bytes)
-            lines.append(
-                f"{s.name:{wide}}  {layouts}  {s.flops:,} FLOPs, {format_bytes(s.memory_bytes)}, sends {moved}"
-            )
-        return "\n".join(lines)
+        title = f"{len(self)} strategies of {self.what} on {self.mesh}"
+        return "\n".join([title, *map(repr, self._found)])
 
 
 @checked(PlanError)

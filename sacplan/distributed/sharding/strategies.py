@@ -1,24 +1,23 @@
 """The strategies of an op on one axis of a mesh, from its factor rule.
 
 A factor is a dimension that tensors of an op share. If the op is spread along one, its inputs are cut along the
-dimensions that carry the factor. Its outputs are cut likewise, or partial if the factor is summed over. A linear op
-also takes partial inputs (``linear.py``). On a mesh of several axes, an op has one such strategy for each axis.
+dimensions that carry the factor. Its outputs are cut likewise, or partial if the factor is summed over. A view
+also takes a partial input. On a mesh of several axes, an op has one such strategy for each axis.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sacplan.core.factors.axes import Axis, FactorAxis, from_factor, into_factor
 from sacplan.core.factors.pointwise import pointwise
 from sacplan.core.factors.rule import Kind, Rule, RuleBuilder, formula_of, rule_of
-from sacplan.distributed.sharding.linear import may_be_partial, passed_on
 from sacplan.distributed.sharding.placements import PARTIAL, REPLICATED, Placement, cut
 from sacplan.torch_compat.calls import Call
-from sacplan.torch_compat.ops import aten_names, draws_numbers, op_traits
+from sacplan.torch_compat.ops import aten_names, is_alias, op_traits
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +27,7 @@ class AxisStrategy:
     Attributes:
         inputs: of each tensor argument, in the order of ``Op.inputs`` (positions, then keywords, lists flattened).
         outputs: of each tensor returned.
-        cut: what each rank has a part of; None where all ranks do the same, or each has a summand of the inputs.
+        cut: what each rank has a part of; None where all ranks do the same, or each has a view of a summand.
         inside_bytes: of all that is all-reduced as a part of the call, as unsharded tensors: the total weight of a mean
             over labels, and what ranks that have parts of the classes tell each other. There are no other collectives.
     """
@@ -78,7 +77,7 @@ def axis_strategies(
             (``outer`` above 1) and inputs that are partial are offered only where an argument may have them.
 
     Returns:
-        The first has all tensors replicated; then cuts, by factor; then those that pass summands on. Arguments that
+        The first has all tensors replicated; then cuts, by factor; then views of what is partial. Arguments that
         are written in place may have to be where they already are (see ``Call.written``), which is not looked at.
     """
     found = [AxisStrategy((REPLICATED,) * len(call.inputs), (REPLICATED,) * len(call.outputs))]
@@ -90,10 +89,10 @@ def axis_strategies(
             strategy = _along(rule, call, within)
             if strategy is not None and _is_offered(strategy, available):
                 found.append(strategy)
-    # Summands are not passed through an op that draws: the sum of dropped summands is not the dropped sum,
-    # unless all ranks drop the same.
-    if not draws_numbers(call.func, call.args, call.kwargs):
-        found.extend(_passing(call, available))
+    # Not of the bits as another type: the sum of those is not the sum's.
+    if is_alias(str(call.func)) and call.outputs[0].dtype == call.inputs[0].dtype:
+        partial = [p for p in available[0] if p.is_partial]
+        found.extend(AxisStrategy((p,), (p,) * len(call.outputs)) for p in partial)
     # The result is written onto the first input, so both have one placement.
     if op_traits(call.func).in_place:
         found = [s for s in found if s.inputs[:1] == s.outputs[:1]]
@@ -152,7 +151,8 @@ def _along(rule: Rule, call: Call, within: FactorAxis) -> AxisStrategy | None:
         # It carries the factor and is cut along it, or does not depend on it.
         if outputs[i].is_cut or kind is Kind.PASS:
             continue
-        if not may_be_partial(call.outputs[i]):  # such as indices: of integers there are no summands
+        # Such as indices: of integers there are no summands.
+        if not (call.outputs[i].is_floating_point() or call.outputs[i].is_complex()):
             return None
         outputs[i] = _PARTIAL[kind]
     # The next output is the total weight, which must be known on all ranks to divide by.
@@ -209,15 +209,3 @@ def _added(call: Call, kinds: Sequence[Kind], inputs: Sequence[Placement]) -> in
     at = names.index(name)
     # Both matrices are cut, and the bias is not: this is the factor that is summed over.
     return at if all(p.is_cut != (i == at) for i, p in enumerate(inputs)) else None
-
-
-def _passing(call: Call, available: Sequence[Collection[Placement]]) -> Iterator[AxisStrategy]:
-    """Yield the strategies of a linear op on partial inputs."""
-    for together, moves in passed_on(call.func, call):
-        for reduce in ("sum", "avg", "max", "min") if moves else ("sum", "avg"):
-            p = Placement("P", reduce=reduce)
-            # Offered only where an input is partial: otherwise each linear op would have a few more
-            # strategies that nobody takes.
-            if any(p in available[i] for i in together):
-                inputs = tuple(p if i in together else REPLICATED for i in range(len(call.inputs)))
-                yield AxisStrategy(inputs, (p,) * len(call.outputs))

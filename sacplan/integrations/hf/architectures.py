@@ -10,13 +10,14 @@ with tied weights counted once. The tests compare it with the model that is buil
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from sacplan.core.near import near_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,4 @@ def by_owner() -> list[str]:
 
 def near(name: str) -> list[str]:
     """Return the names of rows that are spelled alike, for "Did you mean"."""
-    known = _by_name()
-    # Several names of one row may be near: each row is named once.
-    found = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.6)
-    return list(dict.fromkeys(known[n].name for n in found))
+    return near_names(name, _by_name(), lambda spelled: _by_name()[spelled].name)
