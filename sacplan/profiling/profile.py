@@ -32,10 +32,8 @@ from sacplan.profiling import files
 from sacplan.profiling.remarks import (
     no_optimizer,
     on_the_host,
-    runs_in_4_bits,
     summed_outputs,
     triton_kernels,
-    types_of_shards,
     unfused_attention,
     without_bfloat16,
     without_cudnn_workspaces,
@@ -286,7 +284,6 @@ class Profile:
             *self.ranks.assumptions,
             *(() if self.fingerprint.setup.compiled is None else self.fingerprint.setup.compiled.assumptions),
             *filter(None, [summed_outputs(self.fingerprint.setup), on_the_host(self.fingerprint.setup)]),
-            *self._types_of_shards(),
         ]
         if self.has_no_optimizer:
             found.append(no_optimizer(self.program, self.spec))
@@ -297,14 +294,6 @@ class Profile:
             without_bfloat16(self.recorded, self.spec),
         )
         return (*found, *filter(None, last))
-
-    def _types_of_shards(self) -> tuple[str, ...]:
-        # No unit is sharded, so no types have to agree.
-        if self.ranks.fsdp_units is None:
-            return ()
-        # Replicas hold the same shards, so only the ranks of one replica divide the parameters.
-        shards = self.ranks.world_size // self.ranks.options.replicas
-        return types_of_shards(self.fingerprint.parameters, shards, in_4_bits=runs_in_4_bits(self.program))
 
     @property
     def is_of_a_rank(self) -> bool:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from importlib.metadata import version
 
 import torch
 
 from sacplan.core.budget import format_bytes
-from sacplan.core.fingerprint import FingerprintEntry
 from sacplan.core.program import Program
 from sacplan.core.setup import OWN_LOSS, SUM_OF_OUTPUTS, Setup
 from sacplan.device.devices import DeviceSpec
@@ -103,65 +101,6 @@ def unfused_attention(program: Program, spec: DeviceSpec) -> str:
         "They want tensors of 4 dimensions, contiguous in the last one, a head size that is a multiple of 8, and a "
         "half type or as many heads in key and value as in the query"
     )
-
-
-_LOW = ("torch.bfloat16", "torch.float16")
-
-
-def runs_in_4_bits(program: Program) -> bool:
-    """Whether a step multiplies with 4-bit weights of bitsandbytes."""
-    return any("bitsandbytes" in op.name and "4bit" in op.name for op in program.ops)
-
-
-def types_of_shards(
-    parameters: Iterable[FingerprintEntry], world_size: int, *, in_4_bits: bool
-) -> tuple[str, ...]:
-    """Say what becomes of the types of a model with adapters that ``fully_shard`` shards, a sentence each.
-
-    ``fully_shard`` asks for one type among the trained parameters of a unit (``_init_mp_dtypes`` in PyTorch's
-    ``_fsdp_param_group.py``). Frozen ones keep theirs. Those that upcast are the trainers: Accelerate called
-    ``model.to(torch.float32)`` in mixed precision up to 1.12, and from 1.13 on converts trained parameters alone
-    (``fsdp2_prepare_model``), but none of a model with 4-bit weights. Those that are stored as integers it leaves out
-    of the shards, although bitsandbytes runs with such shards (``tests/ranks/test_4bit_shards.py``).
-
-    Args:
-        parameters: of the whole model, name, shape and type (``Fingerprint.parameters``).
-        world_size: ranks that the shards are on.
-        in_4_bits: whether the model has 4-bit weights, of which some types are those of storage alone.
-    """
-    found = list(parameters)
-    # Types are written as ``"frozen torch.bfloat16"`` for parameters that are not trained.
-    frozen = [(shape, dtype.split()[-1]) for _, shape, dtype in found if dtype.startswith("frozen ")]
-    trained = {dtype for _, _, dtype in found if not dtype.startswith("frozen ")}
-    # Low-precision floats may be upcast by a trainer. What is no float is a packed weight, which cannot be.
-    low, packed = (
-        [(shape, dtype) for shape, dtype in frozen if test(dtype)]
-        for test in (_LOW.__contains__, lambda dtype: not _is_float(dtype))
-    )
-    said = []
-    if low and trained == {"torch.float32"} and not in_4_bits:
-        # Two bytes more for each element: from 16 bits to 32.
-        more = 2 * sum(math.prod(shape) for shape, _ in low)
-        said.append(
-            f"frozen parameters in {low[0][1].removeprefix('torch.')} stay so beside trained ones in float32: "
-            "fully_shard asks for one type of the trained ones of a unit alone. Accelerate up to 1.12 makes the whole "
-            f"model float32 in mixed precision, which takes {format_bytes(more)} more, "
-            f"{format_bytes(more // world_size)} on each of {world_size} ranks"
-        )
-    if packed:
-        # Without ``"torch."``, the six letters in front, it is the name of the type in that module.
-        whole = sum(math.prod(shape) * getattr(torch, dtype[6:]).itemsize for shape, dtype in packed)
-        said.append(
-            f"frozen weights in {packed[0][1].removeprefix('torch.')} count as shards, as fully_shard makes them. "
-            f"Accelerate leaves them out, and each rank then holds all {format_bytes(whole)}: with "
-            "bnb_4bit_quant_storage=torch.bfloat16 it shards them too"
-        )
-    return tuple(said)
-
-
-def _is_float(dtype: str) -> bool:
-    kind: torch.dtype = getattr(torch, dtype[6:])
-    return kind.is_floating_point
 
 
 def without_bfloat16(program: Program, spec: DeviceSpec) -> str:

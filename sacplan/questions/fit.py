@@ -44,7 +44,6 @@ from sacplan.planning.infeasible import looking_for_plans
 from sacplan.planning.limits import OF_DEVICE, Limit, limit_of_device
 from sacplan.profiling.optimizer_names import COMPARED_ON_HOST, named_optimizer
 from sacplan.profiling.optimizers import with_optimizer
-from sacplan.profiling.remarks import runs_in_4_bits, types_of_shards
 from sacplan.questions.batch_sizes import Recordings, batches_of
 from sacplan.questions.cases import Case, SizeAxis
 from sacplan.questions.fit_question import Asked
@@ -327,12 +326,8 @@ class Sweep(Asked):
         rows = ranks.rows()
         if not rows:
             raise PlanError(f"the step cannot be spread over {self.devices} devices. {' '.join(self.notes)}")
-        step = ranks.any_step
-        if any(op.name in CHOICES for op in step.recorded.ops):  # else no router's rule was asked
+        if any(op.name in CHOICES for op in ranks.any_step.recorded.ops):  # else no router's rule was asked
             self._say_worst_routing()
-        if any("FSDP2" in row.options for row in rows):
-            packed = runs_in_4_bits(step.program)
-            self.remarks += types_of_shards(step.fingerprint.parameters, self.devices, in_4_bits=packed)
         return rows, ranks.with_sizes
 
     def _say_worst_routing(self) -> None:

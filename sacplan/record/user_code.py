@@ -69,36 +69,38 @@ def no_fake_tensors_left(
 
     Whatever such a tensor came into gets its entries of before: the globals beside the model's classes, beside
     ``loss_fn``, beside hooks and in what they import, attributes of these classes, variables of outer functions, and
-    the containers in all of these. From anything else it is taken out, and a ``SacplanWarning`` says from where. The
-    step's own objects must be gone on exit, and the garbage collector be off: this looks at what was made since, and
-    further only if something is left.
+    the containers in all of these. Of anything else a ``SacplanWarning`` says that it holds one. The step's own objects
+    must be gone on exit, and the garbage collector be off: this looks at what was made since, and further only if
+    something is left.
     """
     # Three rounds, each only if the one before has left something. A mode dies with its last fake tensor, so a weak
     # reference to the mode tells at no cost that none is left:
     # 1. collect cycles that were made since the garbage collector was switched off;
     # 2. put the entries of namespaces and containers back to what they were;
-    # 3. ask the garbage collector who holds what is left, and take it out.
+    # 3. ask the garbage collector who holds what is left, and say so.
     before = _Namespaces(model, loss_fn)
     modes: list[weakref.ref[FakeTensorMode]] = []
+
+    def alive() -> list[FakeTensorMode]:
+        return [mode for ref in modes if (mode := ref()) is not None]
+
     try:
         yield lambda mode: modes.append(weakref.ref(mode))
     except BaseException:
-        for mode in filter(None, (ref() for ref in modes)):  # the traceback holds it, too
+        for mode in alive():  # the traceback holds it, too
             before.put_back(mode)
         raise
-    if all(ref() is None for ref in modes):
+    if not alive():
         return  # as most often
     gc.collect(1)  # what was made since the collector was switched off
-    if all(ref() is None for ref in modes):
-        return
-    for mode in filter(None, (ref() for ref in modes)):
+    for mode in alive():
         before.put_back(mode)
-    gc.collect()
-    taken = [name for mode in filter(None, (ref() for ref in modes)) for name in _take_out(mode)]
-    if taken:
+        gc.collect()
+    holders = [name for mode in alive() for name in _holders(mode)]
+    if holders:
         warnings.warn(
-            f"the fake step left fake tensors outside of the model, in {', '.join(dict.fromkeys(taken))}; they were "
-            "taken out, since a real step cannot use them. Keep what a step caches in the model.",
+            f"the fake step left fake tensors outside of the model, in {', '.join(dict.fromkeys(holders))}. A real "
+            "step cannot use them: remove them before it, or keep what a step caches in the model.",
             SacplanWarning,
             stacklevel=4,
         )
@@ -179,81 +181,21 @@ def _holds(value: Any, mode: FakeTensorMode) -> bool:
     return any(isinstance(t, FakeTensor) and t.fake_mode is mode for t in tensors)
 
 
-def _take_out(mode: FakeTensorMode) -> list[str]:
-    """Remove the fake tensors of a mode from whatever holds them; return the names of the holders.
-
-    ``gc.get_referrers`` tells the holders. A tuple cannot be changed, so the next level looks for what holds the tuple.
-    """
-    left: list[Any] = [o for o in gc.get_objects() if issubclass(type(o), FakeTensor) and o.fake_mode is mode]
-    own = {id(left)}  # our own lists hold them, too
-    names: list[str] = []
+def _holders(mode: FakeTensorMode) -> list[str]:
+    """Return what holds the fake tensors of a mode, by name or class; of a container, what holds that."""
+    found: list[Any] = [
+        o for o in gc.get_objects() if issubclass(type(o), FakeTensor) and o.fake_mode is mode
+    ]
+    names: set[str] = set()
     for _ in range(_LEVELS):
-        outer: list[Any] = []
-        own.add(id(outer))
-        for value in left:
-            for holder in gc.get_referrers(value):
-                if id(holder) in own:
-                    continue
-                if isinstance(holder, _CONTAINERS):
-                    name, attributes = _name_of(holder)
-                    names.append(name)
-                    _remove(holder, value, attributes)
-                elif isinstance(holder, functools._lru_cache_wrapper):
-                    names.append(f"the cache of {holder.__qualname__}")
-                    holder.cache_clear()
-                elif isinstance(holder, types.CellType):
-                    names.append("a variable of an outer function")
-                    holder.cell_contents = None
-                elif isinstance(holder, tuple):
-                    outer.append(holder)
-                elif _has_attribute(holder, value):
-                    names.append(f"attributes of a {type(holder).__qualname__}")
-                    _remove(vars(holder), value, True)
-        left = outer
-    return names
+        holders = [h for h in gc.get_referrers(*found) if h is not found]
+        found = [h for h in holders if isinstance(h, (*_CONTAINERS, tuple))]
+        others = [h for h in holders if not isinstance(h, (*_CONTAINERS, tuple, types.FrameType))]
+        names.update(getattr(h, "__name__", f"a {type(h).__qualname__}") for h in others)
+    return sorted(names)
 
 
-_LEVELS = 4  # of tuples in tuples that hold a fake tensor
-
-
-def _has_attribute(holder: Any, value: Any) -> bool:
-    return any(v is value for v in getattr(holder, "__dict__", {}).values())
-
-
-def _remove(container: Any, value: Any, attributes: bool) -> None:
-    """Remove a value from a container.
-
-    Attributes and globals become None instead, as most of those that are filled late were before.
-    """
-    if isinstance(container, dict):
-        for key in [k for k, v in container.items() if v is value]:
-            if attributes:
-                container[key] = None
-            else:
-                # The outputs of transformers refuse it themselves.
-                (OrderedDict if isinstance(container, OrderedDict) else dict).__delitem__(container, key)
-    elif isinstance(container, set):
-        container.discard(value)
-    else:
-        kept = [v for v in container if v is not value]
-        container.clear()
-        container.extend(kept)
-
-
-def _name_of(container: Any) -> tuple[str, bool]:
-    """Return a name for a container, and whether it holds the attributes of an object or the globals of a module."""
-    # The first referrer that can name it. Our own frames and lists refer to it, too, and match none of these.
-    kind = type(container).__name__
-    for holder in gc.get_referrers(container):
-        if isinstance(holder, types.ModuleType) and vars(holder) is container:
-            return f"module {holder.__name__}", True
-        if getattr(holder, "__dict__", None) is container:
-            return f"attributes of a {type(holder).__qualname__}", True
-        if isinstance(holder, dict):
-            for name, value in holder.items():
-                if value is container and isinstance(name, str):
-                    return f"the {kind} {name!r}", False
-    return f"a {kind}", False
+_LEVELS = 4  # of containers in containers
 
 
 def _code_of(model: torch.nn.Module) -> list[Any]:

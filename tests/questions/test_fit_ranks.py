@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sacplan
-from sacplan.core.budget import format_bytes, parse_budget
+from sacplan.core.budget import parse_budget
 from sacplan.distributed.sharding.mesh import Mesh
 from sacplan.errors import PlanError
 from sacplan.planning.meshes import spreads
@@ -17,7 +17,6 @@ from sacplan.profiling.optimizer_names import BY_NAME
 from sacplan.questions.on_ranks import read_devices
 from tests.support.slow import slow_after
 from tests.zoo.language_models import LM, cross_entropy, tokens
-from tests.zoo.layers import FromFunction
 
 UNITS = ("layers.*", "")
 BUDGET = "5MiB"
@@ -195,32 +194,6 @@ def test_another_training_is_tried_where_the_asked_one_does_not_fit() -> None:
     rank = sacplan.profile(model(), tokens(4, 64, 512), cross_entropy, make, DEVICE, ranks=sacplan.DDP(2))
     assert eight.peak_bytes == rank.peak_bytes
     assert {row.optimizer for row in small.rows if row.spread != "DDP"} <= {"adamw", "adamw-fused"}
-
-
-def test_the_verdict_says_what_becomes_of_frozen_types() -> None:
-    """People report that FSDP2 upcasts LoRA: the verdict has the bytes, with what runs the step there."""
-
-    def made(n: int) -> torch.Tensor:
-        return torch.empty(n, 64, device="meta")
-
-    def adapted() -> torch.nn.Module:
-        with torch.device("meta"):
-            frozen = torch.nn.Linear(64, 64, dtype=torch.bfloat16).requires_grad_(False)
-            adapter = torch.nn.Linear(64, 64)
-        return FromFunction(
-            lambda self, x: self.frozen(x.bfloat16()).float() + self.adapter(x),
-            frozen=frozen,
-            adapter=adapter,
-        )
-
-    many = sacplan.fit(adapted(), made, f"2x{DEVICE}", lambda m, x: m(x).sum(), "adamw", "1MiB", sizes=False)
-    (said,) = many.remarks
-    more = 2 * (64 * 64 + 64)
-    assert said.startswith("Frozen parameters in bfloat16 stay so beside trained ones in float32")
-    assert f"{format_bytes(more)} more, {format_bytes(more // 2)} on each of 2 ranks" in said
-    assert said in str(many)
-    one = sacplan.fit(adapted(), made, DEVICE, lambda m, x: m(x).sum(), "adamw", "1MiB", sizes=False)
-    assert not one.remarks
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ pytestmark = [
         "ignore:.*assumed .(balanced|worst|alike ranks).:sacplan.errors.SacplanWarning"
     ),
     pytest.mark.filterwarnings(
-        "ignore:the fake step left fake tensors outside of the model, in attributes of a ExpertParallel"
+        "ignore:the fake step left fake tensors outside of the model, in a ExpertParallel"
     ),
 ]
 
