@@ -75,10 +75,9 @@ def plan(
             nor a module around it or inside it becomes a unit, so it runs as without a plan. In a module around it,
             only the outputs of other inner modules can then be discarded.
         techniques: What the plan may do. By default in training, everything that keeps gradients bit-equal and takes no
-            memory but the device's (``"recompute"``); ``Plan.beyond`` then says what the others would save. With
-            ``"offload"`` what is kept may wait on the host until the backward pass needs it. ``"chunk"`` is the default
-            for a profile with ``mode="inference"``, where only this helps; a search of its own finds the stretches to
-            run in slices, whatever the solver.
+            memory but the device's (``"recompute"``). With ``"offload"`` what is kept may wait on the host until the
+            backward pass needs it. ``"chunk"`` is the default for a profile with ``mode="inference"``, where only this
+            helps; a search of its own finds the stretches to run in slices, whatever the solver.
         ranks: What the step is spread over, as for ``sacplan.profile``; the ranks of another plan will do, too. By
             default, those of the profile.
         accumulate: The type in which chunks add up the gradients of parameters, for modules that compute in half

@@ -38,8 +38,6 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         limits_reached: Solvers and searches that stopped at their limit of work before they had proved their answer,
             such as ``"milp"``. With a higher limit (``sacplan.Milp(work_limit=)``) there may be a better plan. Absent
             if there were none.
-        beyond: What techniques would save that the plan was not allowed to use, a sentence for each. Absent if there is
-            nothing to save, and where the techniques were asked for.
         remarks: What no plan changes about this step, a sentence for each. Absent if there is nothing to say.
         sacplan, torch: Versions of the packages.
         date: Time at which the plan was made, in UTC.
@@ -59,7 +57,6 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     runtime: Name
     assumptions: tuple[Name, ...] | UnsetType = UNSET
     limits_reached: tuple[Name, ...] | UnsetType = UNSET
-    beyond: tuple[Name, ...] | UnsetType = UNSET
     remarks: tuple[Name, ...] | UnsetType = UNSET
     sacplan: Name
     torch: Name

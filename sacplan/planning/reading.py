@@ -99,7 +99,6 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
         ("on the host", host_text(plan)),
         ("host budget", "" if plan.provenance.host_budget is UNSET else str(plan.provenance.host_budget)),
         ("gradients", f"{plan.gradients}: {plan.why_gradients}" if plan.provenance.mode == "train" else ""),
-        ("cheaper", ". ".join(plan.beyond)),
         ("technique", ", ".join(plan.provenance.techniques)),
         ("made by", f"{plan.solver} ({plan.status})"),
         ("note", "" if plan.provenance.remarks is UNSET else ". ".join(plan.provenance.remarks)),

@@ -34,6 +34,7 @@ def test_budgets_are_gib_text_or_shares(profile: sacplan.Profile) -> None:
     by_gib = sacplan.plan(profile, by_share.budget_bytes / 2**30)
     assert by_share.budget_bytes == profile.peak_bytes * 3 // 4
     assert by_share == by_bytes == by_gib
+    assert by_share.provenance.techniques == ("recompute",)  # what keeps every bit of the gradients
 
 
 def test_units_list_what_they_keep_and_discard(profile: sacplan.Profile) -> None:
