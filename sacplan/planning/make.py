@@ -73,7 +73,7 @@ def outcome_of(request: Request, profile: Profile, *, looks_further: bool = Fals
     """Plan a step: return its cheapest plan within the limit, or why there is none. Errors are those of ``plan``.
 
     A limit that no plan holds is no error here: ``Outcome.made`` raises it. With ``looks_further``, that error says
-    what else would hold the limit.
+    what other techniques would reach.
     """
     if profile.runs_compiled and not request.beside_compiled:
         return _compiled_outcome(request, profile)
