@@ -28,7 +28,6 @@ from .errors import (
     SacplanWarning,
 )
 from .integrations.peft import with_lora
-from .planning.limits import DEFAULT_HEADROOM
 from .planning.plan import Plan
 from .planning.planning import plan
 from .planning.policies import policy
@@ -56,7 +55,6 @@ from .solvers.rotor.sequences import Rotor
 
 __all__ = [
     "DDP",
-    "DEFAULT_HEADROOM",
     "FSDP2",
     "AllocatorPeaks",
     "BatchAt",

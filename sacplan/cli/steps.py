@@ -71,7 +71,6 @@ def plan(
     source: o.Source,
     *,
     budget: o.Budget = None,
-    headroom: o.Headroom = None,
     host_budget: o.HostBudget = None,
     output: Annotated[Path | None, o.output("the plan (.json)")] = None,
     solver: o.Solver = "best",
@@ -90,10 +89,10 @@ def plan(
     """
     # What is wrong with the file or with options is reported before the recording, which may take minutes.
     check_output(output, "plan", force=force)
-    allowed = sources.check_early(budget, solver, technique, headroom)
+    allowed = sources.check_early(budget, solver, technique)
     read = sources.profile_of(source, step, hf)
     pins = {"keep": tuple(keep or ()), "never": tuple(never or ())}
-    how = {"headroom": headroom, "host_budget": host_budget, **allowed, **sources.mesh_of(mesh, allowed)}
+    how = {"host_budget": host_budget, **allowed, **sources.mesh_of(mesh, allowed)}
     made = sources.planned(read, budget, solver, objective=objective, **pins, **how)
     return _plan_made("plan", made, read, output)
 

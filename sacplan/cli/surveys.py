@@ -87,7 +87,6 @@ def report(
     png: Annotated[Path | None, o.option("png")] = None,
     snapshot: Annotated[Path | None, o.option("snapshot")] = None,
     budget: o.Budget = None,
-    headroom: o.Headroom = None,
     technique: o.Techniques = None,
     frontier: Annotated[bool, o.option("frontier", show_default=True)] = True,
     points: o.Points = 8,
@@ -110,10 +109,9 @@ def report(
     check_output(output, "report", force=force)
     check_output(snapshot, "snapshot", force=force)
     _check_directory(png, force=force)
-    if plan_file is not None and (budget is not None or headroom is not None):
-        asked = "--headroom" if budget is None else "--budget"
-        raise TargetError(f"give a plan ({plan_file}) or a {asked} to make one for, not both.")
-    allowed = sources.check_early(budget, "best", technique, headroom)
+    if plan_file is not None and budget is not None:
+        raise TargetError(f"give a plan ({plan_file}) or a --budget to make one for, not both.")
+    allowed = sources.check_early(budget, "best", technique)
     plan = None if plan_file is None else sources.saved_plan(plan_file)
     # Without a plan the options say how to record. A saved profile is what it is, and is compared with the plan below.
     if plan is None or is_json_file(source):
@@ -131,7 +129,7 @@ def report(
             f"{plan_file} is for {ranks_text(plan.ranks)}, but {source} is of {ranks_text(profile.ranks)}."
         )
     if plan is None:
-        plan = _plan_to_show(read, budget, headroom, allowed)
+        plan = _plan_to_show(read, budget, allowed)
     else:
         # The frontier shows what else this plan could have been, so its plans may do the same things.
         allowed = allowed or {"techniques": plan.provenance.techniques}
@@ -156,24 +154,21 @@ def report(
     return CommandResult(facts, facts["written"])
 
 
-def _plan_to_show(
-    read: sources.Source, budget: str | None, headroom: str | None, allowed: dict[str, Any]
-) -> Plan | None:
+def _plan_to_show(read: sources.Source, budget: str | None, allowed: dict[str, Any]) -> Plan | None:
     """Return the plan that a report shows: for the budget that was asked for, or for the device.
 
     None if nothing was asked for, and the step either needs no plan on the device or has none.
     """
-    asked = budget is not None or headroom is not None
     try:
-        made = sources.planned(read, budget, headroom=headroom, **allowed)
+        made = sources.planned(read, budget, **allowed)
     except InfeasibleBudget as error:
-        if asked:
+        if budget is not None:
             raise
         # The user did not ask for a plan, so the report goes on without one.
         warn(f"the report has no plan: {error}")
         return None
     # For a budget of the user's, a plan that does nothing is the answer, and is shown.
-    if made.status == "unplanned" and not asked:
+    if made.status == "unplanned" and budget is None:
         note(
             f"no plan is needed: the step fits on {made.device} as it is; --budget makes one for less memory"
         )

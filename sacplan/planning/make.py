@@ -179,7 +179,7 @@ def asked_of(request: Request, asked: Planner, found: Candidate) -> dict[str, An
 
 
 def _limit_of(request: Request) -> dict[str, Any]:
-    return {"budget": _as_written(request.limit.budget), "headroom": _as_written(request.limit.headroom)}
+    return {"budget": _as_written(request.limit.budget)}
 
 
 def _options_of(solver: object) -> dict[str, Any]:
