@@ -669,7 +669,7 @@ _FIRST = {
 )
 def test_examples_run(saved: Path, line: str) -> None:
     """Those with a person's own files; on an H100 the workspaces are more than all of this model, so on a CPU."""
-    on_device = ("profile", "plan", "policy", "frontier", "report", "max-batch", "throughput")
+    on_device = ("profile", "plan", "frontier", "report", "max-batch", "throughput")
     saved_profile = "profile.json.gz" in line and "-o profile" not in line
     command = line.replace("--device h100", "")
     if line.split()[1] in on_device and not saved_profile:
