@@ -40,7 +40,6 @@ from .questions.certificate import BatchAt, Certificate, ShapePlan, WholeRun
 from .questions.certify import certify
 from .questions.fit import fit
 from .questions.frontier import frontier
-from .questions.largest_rank import largest_rank
 from .questions.layouts import Layout, Layouts, layouts
 from .questions.verdict import FitRow, Verdict
 from .report.report import Report
@@ -111,7 +110,6 @@ __all__ = [
     "frontier",
     "get_optimal_checkpointing_policy_per_module",
     "get_peak_memory_runtime_baseline",
-    "largest_rank",
     "layouts",
     "max_batch",
     "parse_module_info",
