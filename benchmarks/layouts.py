@@ -6,7 +6,7 @@
 Models: Llama-3-8B's shape and a 70B shape (80 layers of 8,192, 28,672 inside, 64 heads, 8 for keys and values, 128,256
 words), sequences of 8,192 tokens, bfloat16, fused AdamW, on the meta device; everything is predicted. A step of the 8B
 is 16 sequences, 131,072 tokens; one device gets one at a time, of which 16 make a step (accumulated). The budget
-of a rank is the memory of an H100 less a headroom of 15 %.
+of a rank is the memory of an H100 less 15 %.
 
 A row is a way to run the step: the mesh, how the step is spread, peak per rank without and with a plan,
 ms of a step, of recomputation and of exposed communication, and samples per second: those of ``sacplan.layouts``.
@@ -23,10 +23,10 @@ from textwrap import fill
 
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
+from benchmarks.harness.plans import as_budget, budget_bytes_on
 from benchmarks.harness.results import GIB, Row
 from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.models.cases import empty_text, fused_adamw, published
-from sacplan.planning.limits import DEFAULT_HEADROOM
 
 DEVICE = "h100"
 LENGTH = 8192
@@ -64,7 +64,7 @@ _OF_A_ROW = (
 def looked(shape: str, devices: int, sequences: int) -> Row:
     """Return a run: all ways to spread a step over a number of devices."""
     profile, began = profiled(shape, sequences), time.process_time()
-    found = sacplan.layouts(profile, devices=devices, headroom=DEFAULT_HEADROOM)
+    found = sacplan.layouts(profile, devices=devices, budget=as_budget(budget_bytes_on(profile.spec)))
     seconds = time.process_time() - began
     rows = [{name: getattr(row, name) for name in _OF_A_ROW} for row in found.rows]
     return {

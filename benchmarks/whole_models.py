@@ -37,7 +37,7 @@ from typing import Literal
 
 import sacplan
 from benchmarks.harness.command import Parser, run_cases
-from benchmarks.harness.plans import as_budget
+from benchmarks.harness.plans import as_budget, budget_bytes_on
 from benchmarks.harness.results import GIB, Row
 from benchmarks.harness.table import PageTable, markdown_table
 from benchmarks.models import chunk_models
@@ -46,7 +46,6 @@ from sacplan.cli.targets import load_target
 from sacplan.device.devices import resolve_device
 from sacplan.device.links import Link
 from sacplan.integrations.hf.target import ModelOptions
-from sacplan.planning.limits import DEFAULT_HEADROOM
 
 TECHNIQUES = ("recompute", "chunk", "offload")
 OPTIMIZER = "adamw-offload-gradients"
@@ -129,7 +128,7 @@ def row_of(case: str) -> Row:
     name, tokens = LENGTHS[case]
     model, device, _, shares = SEQUENCES[name]
     spec = resolve_device(device)
-    budget_bytes = spec.memory_bytes - int(DEFAULT_HEADROOM * spec.memory_bytes)
+    budget_bytes = budget_bytes_on(spec)
     budget = "smallest" if tokens == SHORT else as_budget(budget_bytes)
     step = dataclasses.replace(chunk_models.OFFLOADED[model](tokens), optimizer=OPTIMIZER)
     row = _planned(step, device, budget, as_budget(shares * spec.host_memory_bytes), runs_fake=True)

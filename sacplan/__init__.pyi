@@ -26,7 +26,6 @@ from .errors import (
     SacplanWarning,
 )
 from .integrations.peft import with_lora
-from .planning.limits import DEFAULT_HEADROOM
 from .planning.plan import Plan
 from .planning.planning import plan
 from .planning.policies import policy
@@ -39,7 +38,6 @@ from .questions.certificate import BatchAt, Certificate, ShapePlan, WholeRun
 from .questions.certify import certify
 from .questions.fit import fit
 from .questions.frontier import frontier
-from .questions.largest_rank import largest_rank
 from .questions.layouts import Layout, Layouts, layouts
 from .questions.verdict import FitRow, Verdict
 from .report.report import Report
@@ -54,7 +52,6 @@ from .solvers.rotor.sequences import Rotor
 
 __all__ = [
     "DDP",
-    "DEFAULT_HEADROOM",
     "FSDP2",
     "AllocatorPeaks",
     "BatchAt",
@@ -109,7 +106,6 @@ __all__ = [
     "frontier",
     "get_optimal_checkpointing_policy_per_module",
     "get_peak_memory_runtime_baseline",
-    "largest_rank",
     "layouts",
     "max_batch",
     "parse_module_info",

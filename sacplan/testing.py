@@ -44,7 +44,6 @@ def assert_step_fits(
     device: str | DeviceSpec | torch.device | None = None,
     budget: float | str | None = None,
     *,
-    headroom: float | str | None = None,
     loss_fn: LossFn | None = None,
     optimizer: Any = None,
     plan: PlanOrPath | None = None,
@@ -67,7 +66,6 @@ def assert_step_fits(
         budget: for the peak of the step. A number is GiB; a string has a unit (``"20GiB"``), or is a share of the
             unplanned peak (``"60%"``). None: the step must fit the device, as for ``sacplan.plan``. On a GPU, what
             torch reserves counts then, not the peak alone.
-        headroom: instead of a budget, how much of the device's memory the peak must leave free: a share of it or bytes.
         plan: run the step with this plan, as ``sacplan.apply`` would apply it. With a plan for several ranks, the peak
             is that of one rank.
         accumulation_steps: as for ``sacplan.profile``; by default those of the plan, or 1.
@@ -78,7 +76,7 @@ def assert_step_fits(
     Raises:
         AssertionError: the peak is over the budget, or the step does not fit the device. The message says by how
             much, where the peak is, what is alive then, and what would make it smaller.
-        BudgetError: a budget or headroom that cannot be read, or both.
+        BudgetError: a budget that cannot be read.
         PlanMismatch: the plan is for another model, batch or device.
         PlanError: neither a device nor a plan.
         TraceError, DeviceError: as ``sacplan.profile``.
@@ -106,7 +104,7 @@ def assert_step_fits(
     ))  # fmt: skip
     warn_of_step(found, stacklevel=3)
     # A budget given as a share is one of the unplanned peak of one rank.
-    limit = Limit(budget, headroom)
+    limit = Limit(budget)
     room = limit.room_of(found)  # before anything is planned: the budget may be one that cannot be read
     if found.has_no_optimizer:
         missing = no_optimizer(found.program, found.spec)

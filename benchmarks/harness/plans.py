@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import sacplan
+from sacplan.device.devices import DeviceSpec
 
 T = TypeVar("T")
 
@@ -20,6 +21,11 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 def as_budget(nbytes: float) -> str:
     """Write bytes as ``sacplan.plan`` reads them: a plain number would be GiB."""
     return f"{int(nbytes)}B"
+
+
+def budget_bytes_on(spec: DeviceSpec) -> int:
+    """Return a budget in bytes that leaves 15 % of a device's memory free."""
+    return spec.memory_bytes - int(0.15 * spec.memory_bytes)
 
 
 def budget_at(share: float, smallest_bytes: int, peak_bytes: int) -> int:

@@ -46,7 +46,6 @@ for _entry in (
     certify.certify,
     steps.profile,
     steps.plan,
-    steps.policy,
     steps.verify,
     surveys.show_file,
     surveys.frontier,

@@ -15,8 +15,8 @@ from sacplan.cli.targets import users_code
 from sacplan.integrations.hf.target import ModelOptions, given
 
 _FACTS = (
-    "batch_size", "samples_per_s", "step_ms", "budget_bytes", "headroom_bytes", "unplanned_batch_size",
-    "largest_batch_size", "bounded_by",
+    "batch_size", "samples_per_s", "step_ms", "budget_bytes", "unplanned_batch_size", "largest_batch_size",
+    "bounded_by",
 )  # fmt: skip
 _OUTPUT = o.output("the plan for it (.json)")
 
@@ -50,7 +50,7 @@ throughput = _search_command(
     "The batch with the most samples per second.",
     "The batch and the plan, together, with the most samples per second under the budget (predicted).",
     "sacplan throughput train.py:make --budget 2GiB --at-most 8 --json",
-    "sacplan throughput hf:bert-base --seq 512 --device a100-40gb --headroom 10%",
+    "sacplan throughput hf:bert-base --seq 512 --device a100-40gb",
 )
 
 

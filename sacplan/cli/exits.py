@@ -90,8 +90,6 @@ def _facts(error: Exception, message: str, code: int) -> dict[str, Any]:
 # The library names its arguments in messages. These are the options that stand for them.
 _OPTIONS = (
     (r'budget="(\w+)"', r"--budget \1"),
-    (r'headroom="(\w+%)"', r"--headroom \1"),
-    (r"\bbudget='([^']*)' and headroom='([^']*)'", r"--budget \1 and --headroom \2"),
     (r"\bunits: ", "--fsdp-unit: "),
     (r"FSDP2\((\d+)\)", r"--world-size \1"),
     (r'units=\[\.\.\., ""\]', "--fsdp-unit ''"),

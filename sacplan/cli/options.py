@@ -97,7 +97,6 @@ Json = Annotated[bool, option("json")]
 Debug = Annotated[bool, option("debug")]
 Objective = Annotated[Literal["time", "flops"], option("objective", show_default=True)]
 Budget = Annotated[str | None, option("budget", parser=size_in_gib)]
-Headroom = Annotated[str | None, option("headroom")]
 HostBudget = Annotated[str | None, option("host_budget", parser=size_in_gib)]
 Solver = Annotated[str, option("solver", show_default=True)]
 Techniques = Annotated[list[str] | None, option("techniques")]
@@ -168,7 +167,6 @@ class BudgetOptions:
     # Not ``Budget``, whose help offers a share of the peak: here are several steps, each with its own peak.
     budget: Annotated[str | None, option("budget_of_steps", parser=size_in_gib)] = None
     device: Annotated[str | None, option("device", f"{DEFAULT_DEVICE}.")] = None
-    headroom: Headroom = None
     solver: Solver = "best"
     techniques: Techniques = None
 

@@ -87,7 +87,7 @@ _PLAN = (
     "fingerprint.model_class", "device", "fingerprint.setup", "ranks", "budget_bytes", "peak_bytes", "host_bytes",
     "baseline_peak_bytes", "device_memory", "recompute_ms", "recompute_flops", "lower_bound_ms", "added_ms", "step_ms",
     "step_flops", "status", "gap", "solver", "discard_ratios", "provenance.techniques", "chunks", "gradients",
-    "why_gradients", "beyond",
+    "why_gradients",
 )  # fmt: skip
 
 

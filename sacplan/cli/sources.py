@@ -139,24 +139,19 @@ def as_planned(asked: ModelOptions, plan: Plan, plan_file: str) -> ModelOptions:
     return ModelOptions(**{**made, **ours, "fetch": asked.fetch})
 
 
-def check_early(
-    budget: str | None, solver: str, techniques: list[str] | None, headroom: str | None = None
-) -> dict[str, Any]:
+def check_early(budget: str | None, solver: str, techniques: list[str] | None) -> dict[str, Any]:
     """Check the options that do not depend on the model, before it is recorded.
 
     Returns:
         ``techniques=`` for functions of the library, if any were asked for.
     """
     from sacplan.core.budget import parse_budget
-    from sacplan.planning.limits import Limit
     from sacplan.planning.request import resolve_solver
     from sacplan.techniques.registry import resolve_techniques
 
-    Limit(budget, headroom)  # refuses both together
-    for size in (budget, headroom):
-        if size is not None:
-            # The peak that a share would be of is not known yet. Any will do to check the text.
-            parse_budget(size, 2**40)
+    if budget is not None:
+        # The peak that a share would be of is not known yet. Any will do to check the text.
+        parse_budget(budget, 2**40)
     resolve_solver(solver)
     return {"techniques": resolve_techniques(techniques)} if techniques else {}
 
@@ -166,7 +161,7 @@ def check_early_of_device(asked: o.BudgetOptions) -> None:
     from sacplan.planning.limits import refuse_share
 
     refuse_share(asked.budget)
-    check_early(asked.budget, asked.solver, asked.techniques, asked.headroom)
+    check_early(asked.budget, asked.solver, asked.techniques)
 
 
 def mesh_of(text: str | None, techniques: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Commands about one step: ``profile``, ``plan``, ``policy`` and ``verify``."""
+"""Commands about one step: ``profile``, ``plan`` and ``verify``."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from sacplan.cli import options as o
 from sacplan.cli import show, sources
@@ -17,9 +17,6 @@ from sacplan.cli.output import CommandResult, stage
 from sacplan.cli.targets import is_json_file, load_target, not_a_model, users_code
 from sacplan.errors import PlanMismatch, RecipeError
 from sacplan.integrations.hf.target import NAMED, TargetError, hinted
-
-if TYPE_CHECKING:
-    from sacplan import Plan
 
 
 @command(
@@ -72,7 +69,6 @@ def plan(
     source: o.Source,
     *,
     budget: o.Budget = None,
-    headroom: o.Headroom = None,
     host_budget: o.HostBudget = None,
     output: Annotated[Path | None, o.output("the plan (.json)")] = None,
     solver: o.Solver = "best",
@@ -90,85 +86,29 @@ def plan(
     Without one, what torch reserves on the GPU has to fit there, beside the CUDA context.
     """
     import sacplan
+    from sacplan.planning.reading import plan_sections
 
     # What is wrong with the file or with options is reported before the recording, which may take minutes.
     check_output(output, "plan", force=force)
-    allowed = sources.check_early(budget, solver, technique, headroom)
+    allowed = sources.check_early(budget, solver, technique)
     read = sources.profile_of(source, step, hf)
     pins = {"keep": tuple(keep or ()), "never": tuple(never or ())}
-    how: dict[str, Any] = {
-        "headroom": headroom,
-        "host_budget": host_budget,
-        **pins,
-        **allowed,
-        **sources.mesh_of(mesh, allowed),
-    }
+    how = {"host_budget": host_budget, **allowed, **sources.mesh_of(mesh, allowed)}
     with stage("planning"):
-        made = sacplan.plan(read.profile, budget, solver, objective=objective, **how)
-    return _plan_made("plan", made, read, output)
-
-
-@command(
-    "policy",
-    "A plan by rule, without a budget.",
-    examples=[
-        "sacplan policy train.py:make full -o plan.json",
-        "sacplan policy train.py:make selective --every 2 --json",
-        "sacplan policy hf:gpt2 chunked-loss --slices 16 --batch 16 -o plan.json",
-        "sacplan policy hf:gpt2 fsdp --batch 16 --mesh dp=8",
-    ],
-)
-def policy(
-    source: o.Source,
-    rule: Annotated[str, o.argument("rule")],
-    *,
-    output: Annotated[Path | None, o.output("the plan (.json)")] = None,
-    every: Annotated[str | None, o.option("every")] = None,
-    slices: Annotated[int | None, o.option("slices")] = None,
-    layers: Annotated[str | None, o.option("layers")] = None,
-    keep: o.Keep = None,
-    never: o.Never = None,
-    mesh: o.Mesh = None,
-    step: o.StepOptions,
-    hf: o.HfOptions,
-    force: o.Force = False,
-) -> CommandResult:
-    """Make a plan as people do by hand: checkpoint every layer, every K-th one, some ops; or run the loss in slices."""
-    import sacplan
-
-    check_output(output, "plan", force=force)
-    read = sources.profile_of(source, step, hf)
-    pins = {"keep": tuple(keep or ()), "never": tuple(never or ())}
-    with stage("planning"):
-        made = sacplan.policy(
-            rule,
-            every,
-            profile=read.profile,
-            layers=layers,
-            slices=slices,
-            **pins,
-            # A policy has no techniques to choose from: its rule says what it does.
-            **sources.mesh_of(mesh, {}),
-        )
-    return _plan_made("policy", made, read, output)
-
-
-def _plan_made(name: str, made: Plan, read: sources.Source, output: Path | None) -> CommandResult:
-    """Save a plan, and return it as the result of a command."""
-    from sacplan.planning.reading import plan_sections
-
+        made = sacplan.plan(read.profile, budget, solver, objective=objective, **pins, **how)
     save(made, output, read.origin)
     target = show.target_facts(read.target, output)
     # The plan may have chosen a mesh. Assumptions and figures are then those of a rank on it.
     profile = read.profile.on_ranks(made.ranks)
     facts = {
+        "command": "plan",
         **target,
         **show.plan_facts(made),
         "device_memory_bytes": profile.device_memory_bytes,
         "assumptions": list(profile.assumptions),
     }
     shown = show.sections_shown(plan_sections(made), target.get("hf"))
-    return CommandResult({"command": name, **facts}, shown, show.remarks(profile, "plan", output))
+    return CommandResult(facts, shown, show.remarks(profile, "plan", output))
 
 
 @command(

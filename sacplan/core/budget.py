@@ -76,33 +76,6 @@ def parse_budget(budget: float | str, baseline_peak_bytes: int) -> int:
     return n_bytes
 
 
-def parse_headroom(headroom: float | str, memory_bytes: int, device: str) -> int:
-    """Read the memory of a device that is to be left free and return it in bytes: a share of it, or bytes.
-
-    Raises:
-        BudgetError: It cannot be read, or nothing is left of the memory.
-    """
-    # A headroom in words is read like a budget, as a share of the memory or as bytes. A number is a share, and not GiB
-    # as for a budget. True and False are numbers to Python, and no shares.
-    if isinstance(headroom, str):
-        try:
-            found = parse_budget(headroom, memory_bytes)
-        except BudgetError as error:
-            raise BudgetError(f"headroom: {error}") from error
-    elif isinstance(headroom, bool) or not isinstance(headroom, Real) or not 0 <= headroom < 1:
-        raise BudgetError(
-            f"headroom={headroom!r} must be a share of the device's memory, from 0 to below 1, or bytes such as "
-            "'2GiB'."
-        )
-    else:
-        found = int(float(headroom) * memory_bytes)
-    if found >= memory_bytes:
-        raise BudgetError(
-            f"headroom {headroom!r} is all that {device} has, {format_bytes(memory_bytes)}, or more."
-        )
-    return found
-
-
 def _parse_text(text: str, baseline_peak_bytes: int) -> tuple[Fraction, Fraction]:
     match = _QUANTITY.fullmatch(text)
     if match is None:

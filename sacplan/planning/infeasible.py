@@ -1,15 +1,14 @@
 """The errors and the warning of a step for which memory is too small: no plan fits, or the one that was made does not.
 
-- No plan holds a budget: the error says what makes the smallest peak, and what would reach a smaller one.
+- No plan holds a budget: the error says what makes the smallest peak, and what other techniques would reach.
 - The tensors of a plan fit a GPU, and the segments of none do: how much is reserved, and whether expandable segments
   would help.
 - No plan holds a budget on a mesh: the same as the first, for a rank.
 - A plan that was made by rule, or for a budget, does not fit the device: a warning to whoever gets it.
 
-Alternatives (Rotor, other techniques, other optimizers, no pins) are searched for when ``plan`` raises the error. So
-its text is there, and taking it cannot fail. These searches are bounded: they ask a few times what else techniques can
-do about the smallest peak, but no planner with fewer techniques, so ``plan(profile, "smallest")`` may go a little
-lower.
+Other techniques are searched for when ``plan`` raises the error. So its text is there, and taking it cannot fail. These
+searches are bounded: they ask a few times what else techniques can do about the smallest peak, but no planner with
+fewer techniques, so ``plan(profile, "smallest")`` may go a little lower.
 """
 
 from __future__ import annotations
@@ -18,27 +17,20 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from sacplan.core.budget import exact_bytes, format_bytes
 from sacplan.core.liveness import Footprint
-from sacplan.core.pins import NO_PINS
 from sacplan.core.program import Phase, Program
 from sacplan.core.setup import Setup, outermost_patterns
 from sacplan.device.device_memory import WITH_RETRIES, reserved_bytes, retries_within
 from sacplan.device.outside_allocator import outside_text
-from sacplan.errors import InfeasibleBudget, SacplanError, SacplanWarning
+from sacplan.errors import InfeasibleBudget, SacplanWarning
 from sacplan.planning.candidate import Candidate
 from sacplan.planning.limits import EXPANDABLE_SEGMENTS, Room, beside_others
 from sacplan.planning.plan import Plan
-from sacplan.planning.planner import ROTOR_STAGES, Planner, smallest_bytes
-from sacplan.planning.search import PlanSearch
-from sacplan.profiling.optimizer_names import BY_NAME
-from sacplan.profiling.optimizers import is_replaceable, with_other_optimizer
+from sacplan.planning.planner import Planner, smallest_bytes
 from sacplan.profiling.profile import Profile
 from sacplan.record.limits import WITHOUT_HOOKS
-from sacplan.solvers.rotor.sequences import Rotor, is_longer
 from sacplan.techniques.registry import TECHNIQUES
 
 OPTIMIZER_STEP = "optimizer step"
@@ -54,11 +46,10 @@ def infeasible(
         profile: The step.
         asked: The planner that has found nothing.
         budget_bytes: The budget.
-        looks_further: Whether to say what else would hold the budget. That takes searches.
+        looks_further: Whether to say what other techniques would reach. That takes searches.
     """
     # The search that came nearest to the budget is the one to explain.
-    search = asked.searches.nearest
-    run = search.smallest.footprint
+    run = asked.searches.nearest.smallest.footprint
     inference = profile.mode == "inference"
     binding = _binding(run, inference=inference)
     where = f"{run.peak_phase.name.lower()} of {binding}" if binding != OPTIMIZER_STEP else binding
@@ -90,10 +81,12 @@ def infeasible(
             f"no plan found keeps the step under {format_bytes(budget_bytes)}{how}. Unplanned it takes "
             f"{format_bytes(profile.peak_bytes)}. The smallest peak reached is {reached}"
         )
+    if pins := asked.basis.recorded.pins:
+        message += f"That is with {pins.said}. "
     message += "".join(f"{said[0].upper()}{said[1:]}. " for said in left_alone(profile))
     # A technique's own solver has tried everything there is.
     if looks_further and not own:
-        message += _Alternatives(profile, asked, search, budget_bytes).said()
+        message += _with_other_techniques(profile, asked, budget_bytes)
     return InfeasibleBudget(
         f"{message}Give at least {exact_bytes(run.peak_bytes)}, or {advice}.",
         budget_bytes=budget_bytes,
@@ -210,116 +203,37 @@ def _binding(run: Footprint, *, inference: bool) -> str:
     return run.peak_fqn or outside
 
 
-_Tried: TypeAlias = tuple[str, int, Candidate | None]
-"""What else was tried, in words; the peak with it; and the plan that was found, if that is what makes the peak."""
+def _with_other_techniques(profile: Profile, asked: Planner, budget_bytes: int) -> str:
+    """Say what techniques that were not asked for reach, if that is less; each with a space behind it.
 
-
-@dataclass(frozen=True, slots=True)
-class _Alternatives:
-    """Sentences on what else would hold a budget. Each is a search of its own.
-
-    Attributes:
-        profile: The step.
-        asked: The planner that has found nothing.
-        search: Its search that came nearest to the budget.
-        budget_bytes: The budget.
+    In inference only chunks help, and they are the default.
     """
-
-    profile: Profile
-    asked: Planner
-    search: PlanSearch
-    budget_bytes: int
-
-    def said(self) -> str:
-        """Return the sentences, each with a space behind it; empty if nothing helps."""
-        said = ""
-        # What refuses this step is no alternative, such as Rotor where the model is no chain.
-        with contextlib.suppress(SacplanError):
-            said += self._without_pins()
-        for tried in (self._with_rotor, self._with_techniques, self._with_optimizers):
-            with contextlib.suppress(SacplanError):
-                said += "".join(self._sentences(tried()))
-        return said
-
-    def _sentences(self, tried: Iterator[_Tried]) -> Iterator[str]:
-        """Yield a sentence on each alternative that reaches a smaller peak, up to the first that holds the budget."""
-        for what, peak_bytes, found in tried:
-            if peak_bytes <= self.budget_bytes:
-                yield f"With {what} the budget holds{self._time(found)}. "
-                return
-            if peak_bytes < smallest_bytes(self.asked.searches.nearest):
-                reached = "the smallest is" if found is None else "a search reaches"
-                yield f"With {what} {reached} {format_bytes(peak_bytes)} ({peak_bytes} bytes). "
-
-    def _time(self, found: Candidate | None) -> str:
-        """Return in words how long a step takes with a plan; nothing where another optimizer changes its time."""
+    said = ""
+    for name in TECHNIQUES if profile.mode == "train" else ():
+        if name in asked.techniques:
+            continue
+        more = asked.with_technique(name)
+        found = more.cheapest(budget_bytes, quick=True)
         if found is None:
-            return ""
-        share = (found.footprint.recompute_ms + found.added_ms) / self.profile.step_ms
-        takes = f"{abs(share):.1%} {'more' if share > 0 else 'less'} time than"
-        return (
-            f", and the step takes {'as long as' if f'{abs(share):.1%}' == '0.0%' else takes} without a plan"
-        )
+            more.searches.go_further(more.techniques, budget_bytes)
+            found = more.cheapest(budget_bytes, quick=True)
+        found = found or more.searches.nearest.smallest
+        peak_bytes = found.footprint.peak_bytes
+        if peak_bytes <= budget_bytes:
+            time = _time(found, profile.step_ms)
+            return f"{said}With techniques={more.techniques!r} the budget holds, and the step takes {time}. "
+        if peak_bytes < smallest_bytes(asked.searches.nearest):
+            reached = f"{format_bytes(peak_bytes)} ({peak_bytes} bytes)"
+            said += f"With techniques={more.techniques!r} a search reaches {reached}. "
+    return said
 
-    def _without_pins(self) -> str:
-        """Return a sentence on the smallest peak without pins, if it is smaller."""
-        basis = self.asked.basis
-        pins = basis.recorded.pins
-        if not pins:
-            return ""
-        free = PlanSearch(replace(basis, recorded=replace(basis.recorded, pins=NO_PINS)))
-        # A budget of 0 asks for the smallest peak, whatever budget the message is about.
-        free.minimise(self.asked.searches.solvers, 0)
-        smallest = free.smallest.footprint.peak_bytes
-        if smallest >= self.search.smallest.footprint.peak_bytes:  # the pins are not what keeps the peak up
-            return ""
-        return (
-            f"That is with {pins.said}; without the pins the smallest is {format_bytes(smallest)} "
-            f"({smallest} bytes). "
-        )
 
-    def _with_rotor(self) -> Iterator[_Tried]:
-        """Yield what Rotor, which may recompute a value several times, reaches."""
-        if self.asked.last is not None:
-            return  # Rotor was asked already
-        # A new search: what Rotor finds for the advice must not count as found by the search that the error is about.
-        free, rotor = PlanSearch(self.search.basis), Rotor(stages=ROTOR_STAGES)
-        free.solve(rotor, self.budget_bytes)
-        # The advice names what was tried: plain ``"rotor"`` would solve a longer chain with more stages.
-        longer = is_longer(self.search.context.program, rotor)
-        named = f"solver=sacplan.Rotor(stages={ROTOR_STAGES})" if longer else 'solver="rotor"'
-        found = free.best(self.budget_bytes) or free.smallest
-        yield named, found.footprint.peak_bytes, found
-
-    def _with_techniques(self) -> Iterator[_Tried]:
-        """Yield what other techniques reach; in inference only chunks help, and they are the default."""
-        for name in TECHNIQUES if self.profile.mode == "train" else ():
-            if name in self.asked.techniques:
-                continue
-            more = self.asked.with_technique(name)
-            found = more.cheapest(self.budget_bytes, quick=True)
-            if found is None:
-                more.searches.go_further(more.techniques, self.budget_bytes)
-                found = more.cheapest(self.budget_bytes, quick=True)
-            found = found or more.searches.nearest.smallest
-            yield f"techniques={more.techniques!r}", found.footprint.peak_bytes, found
-
-    def _with_optimizers(self) -> Iterator[_Tried]:
-        """Yield what a fused and an 8-bit Adam reach with the smallest plan; both are tried on the recording."""
-        profile, basis = self.profile, self.asked.basis
-        # The alternatives are variants of Adam.
-        own = profile.fingerprint.setup.optimizer or ""
-        if profile.is_of_a_rank or not own.startswith("Adam") or not is_replaceable(profile):
-            return
-        # On a CPU the 8-bit one would import bitsandbytes, which warns of kernels of its own.
-        for name in ("adamw-fused", *(["adamw-8bit"] if profile.spec.kind == "cuda" else [])):
-            program = with_other_optimizer(profile, BY_NAME[name].make).program
-            recorded, known = replace(basis.recorded, program=program), self.search.smallest.decisions
-            # Where the optimizer's step made the peak, nothing has looked for less in the other passes so far.
-            search = PlanSearch(replace(basis, recorded=recorded))
-            search.tried[frozenset(known)] = Candidate(recorded, known, "feasible")
-            search.minimise(self.asked.searches.solvers, self.budget_bytes)
-            yield BY_NAME[name].says, search.smallest.footprint.peak_bytes, None
+def _time(found: Candidate, step_ms: float) -> str:
+    """Return in words how long a step takes with a plan."""
+    share = (found.footprint.recompute_ms + found.added_ms) / step_ms
+    if f"{abs(share):.1%}" == "0.0%":
+        return "as long as without a plan"
+    return f"{abs(share):.1%} {'more' if share > 0 else 'less'} time than without a plan"
 
 
 # --- plans that do not fit the device ----------------------------------------------------------------------

@@ -1,15 +1,15 @@
-"""Limits: a budget, a headroom, or the device itself; and the search for a plan that fits one.
+"""Limits: a budget, or the device itself; and the search for a plan that fits one.
 
 Which figure a limit is about:
 
-- A budget and a headroom limit the *peak*: the sum of the tensors, which ``verify`` measures on any device.
-- Without either, a GPU is the limit, and the question is whether the run fits it:
+- A budget limits the *peak*: the sum of the tensors, which ``verify`` measures on any device.
+- Without one, a GPU is the limit, and the question is whether the run fits it:
 
       max_memory_reserved + what lies outside of the allocator + a margin <= memory of the device
 
   ``max_memory_reserved`` follows from a program, not from its peak (``device_memory.py``), so this limit differs from
   plan to plan: see ``Room.for_peak``, and ``within`` for the search.
-- Without either on a CPU, it is the machine's memory less ``DEFAULT_HEADROOM``: there is no allocator to play.
+- Without one on a CPU, the peak may take the machine's memory less ``LEFT_ON_CPU``: there is no allocator to play.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from sacplan.core.budget import format_bytes, is_share, parse_budget, parse_headroom
+from sacplan.core.budget import format_bytes, is_share, parse_budget
 from sacplan.core.program import Program
 from sacplan.device.device_memory import beyond_peak_bytes, reserved_bytes
 from sacplan.device.devices import DeviceSpec
@@ -26,7 +26,7 @@ from sacplan.device.outside_allocator import Outside, outside_allocator, outside
 from sacplan.errors import BudgetError
 from sacplan.profiling.profile import Profile
 
-DEFAULT_HEADROOM = 0.15
+LEFT_ON_CPU = 0.15
 """Share of the memory of a CPU that is left free when no budget is given. On a GPU, what fits is worked out."""
 
 EXPANDABLE_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
@@ -63,23 +63,11 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The limit of one step as the user gave it: a budget, a headroom, or neither.
-
-    Raises:
-        BudgetError: Both are given.
-    """
+    """The limit of one step as the user gave it: a budget, or none."""
 
     budget: float | str | None = None
-    headroom: float | str | None = None
     n_bytes: int | None = None
     """The budget if it is known in bytes. Then ``budget`` is the same as text."""
-
-    def __post_init__(self) -> None:
-        if self.budget is not None and self.headroom is not None:
-            raise BudgetError(
-                f"budget={self.budget!r} and headroom={self.headroom!r}: give one of them. A budget is kept as it is "
-                "given; a headroom makes one of the device's memory."
-            )
 
     @classmethod
     def exactly(cls, n_bytes: int) -> Limit:
@@ -94,36 +82,31 @@ class Limit:
         """Return the room of a step on a device; without ``unplanned_bytes``, of any step, and the budget is no share.
 
         Raises:
-            BudgetError: The budget or headroom cannot be read, or nothing is left.
+            BudgetError: The budget cannot be read, or nothing is left.
         """
         if self.n_bytes is not None:
             return Room(self.n_bytes)
-        # A budget and a headroom limit the tensors, whatever the allocator reserves.
-        if self == OF_DEVICE and spec.kind == "cuda":
-            return allocator_room(spec, communicators)
+        # A budget limits the tensors, whatever the allocator reserves.
         if self.budget is not None:
             return Room(parse_budget(self.budget, unplanned_bytes))
-        headroom = DEFAULT_HEADROOM if self.headroom is None else self.headroom
-        return Room(spec.memory_bytes - parse_headroom(headroom, spec.memory_bytes, spec.name))
+        if spec.kind == "cuda":
+            return allocator_room(spec, communicators)
+        return Room(spec.memory_bytes - int(LEFT_ON_CPU * spec.memory_bytes))
 
 
 OF_DEVICE = Limit()
-"""The limit where neither a budget nor a headroom is given: the device has to hold the step."""
+"""The limit where no budget is given: the device has to hold the step."""
 
 
-def limit_of_device(budget: float | str | None, headroom: float | str | None, spec: DeviceSpec) -> Limit:
-    """Return a limit that does not depend on a step: a budget, or one for the device.
+def limit_of_device(budget: float | str | None, spec: DeviceSpec) -> Limit:
+    """Return a limit that does not depend on a step: a budget, or the device.
 
     Raises:
-        BudgetError: The budget or headroom cannot be read, both are given, or the budget is a share or more than the
-            device has.
+        BudgetError: The budget cannot be read, or is a share or more than the device has; or nothing is left of it.
     """
-    limit = Limit(budget, headroom)
     if budget is None:
-        room = limit.room(spec)
-        # What a GPU has room for depends on the plan, so that limit stays open. A headroom, or the memory of a CPU,
-        # gives a number of bytes now.
-        return limit if room.is_reserved else Limit.exactly(room.n_bytes)
+        OF_DEVICE.room(spec)  # refused before anything is recorded
+        return OF_DEVICE
     # Refused before it is parsed: ``parse_budget`` would take it as a share of the device's memory.
     refuse_share(budget)
     found = parse_budget(budget, spec.memory_bytes)
@@ -161,7 +144,7 @@ def refuse_share(budget: float | str | None) -> None:
     if is_share(budget):
         raise BudgetError(
             f"budget {budget!r}: a share is one of the unplanned peak of a step, and here are several. Give bytes, "
-            'budget="20GiB", or a share of the device\'s memory to leave free, headroom="10%".'
+            'budget="20GiB".'
         )
 
 

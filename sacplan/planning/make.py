@@ -20,7 +20,6 @@ from sacplan.core.decisions import Decision
 from sacplan.core.pins import NO_PINS, Pins
 from sacplan.device.device_memory import device_memory
 from sacplan.errors import InfeasibleBudget, PlanError
-from sacplan.planning.beyond import beyond
 from sacplan.planning.candidate import Candidate
 from sacplan.planning.compiled import as_compiled, compiled_plan, smallest_compiled
 from sacplan.planning.infeasible import infeasible, left_alone, segments_do_not_fit
@@ -73,8 +72,8 @@ class Outcome:
 def outcome_of(request: Request, profile: Profile, *, looks_further: bool = False) -> Outcome:
     """Plan a step: return its cheapest plan within the limit, or why there is none. Errors are those of ``plan``.
 
-    A limit that no plan holds is no error here: ``Outcome.made`` raises it. With ``looks_further``, a plan with the
-    default techniques says what others would save, and the error what else would hold the limit.
+    A limit that no plan holds is no error here: ``Outcome.made`` raises it. With ``looks_further``, that error says
+    what other techniques would reach.
     """
     if profile.runs_compiled and not request.beside_compiled:
         return _compiled_outcome(request, profile)
@@ -94,10 +93,7 @@ def outcome_of(request: Request, profile: Profile, *, looks_further: bool = Fals
     if least.needs <= room.n_bytes:
         # The plan with the smallest peak may be above the budget, and fit the room. Then its peak is the limit.
         kept_bytes = max(least.budget_bytes, least.peak_bytes)
-        # Whoever names the techniques has chosen. In inference, nothing else helps.
-        looks_further = looks_further and request.techniques is None and profile.mode == "train"
-        said = beyond(asked, found, kept_bytes) if looks_further else ()
-        plan = made_plan(profile, found, kept_bytes, **asked_of(request, asked, found), beyond=said)
+        plan = made_plan(profile, found, kept_bytes, **asked_of(request, asked, found))
         return Outcome(profile, plan, least.peak_bytes)
     # Segments are looked at only where the tensors fit. If they do not, there was one try.
     if least.peak_bytes <= room.n_bytes:
@@ -183,7 +179,7 @@ def asked_of(request: Request, asked: Planner, found: Candidate) -> dict[str, An
 
 
 def _limit_of(request: Request) -> dict[str, Any]:
-    return {"budget": _as_written(request.limit.budget), "headroom": _as_written(request.limit.headroom)}
+    return {"budget": _as_written(request.limit.budget)}
 
 
 def _options_of(solver: object) -> dict[str, Any]:

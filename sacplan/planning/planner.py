@@ -31,7 +31,6 @@ may be from the optimum.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, combinations
@@ -119,7 +118,8 @@ class Searches:
 
     def best(self, budget_bytes: int) -> Candidate | None:
         """Return the cheapest candidate so far that holds a budget, or None."""
-        return cheapest_of(self.all, budget_bytes)
+        holding = filter(None, (search.best(budget_bytes) for search in self.all))
+        return min(holding, key=lambda best: (best.cost, best.footprint.peak_bytes), default=None)
 
     def costs_more_than(self, share: float, budget_bytes: int) -> bool:
         """Whether no plan so far holds a budget, or none that adds no more than a share to the step."""
@@ -305,20 +305,6 @@ class Planner:
             self._ask_at_smallest(budget_bytes)
         return self.searches.nearest.smallest
 
-    def cheapest_beyond(self, other: Planner, budget_bytes: int, limit_ms: float) -> Candidate | None:
-        """Return the cheapest candidate below a cost that only this planner finds, and not one with fewer techniques.
-
-        Searches that both make are left out, and so are those whose lower bound is at the limit.
-        """
-        # Contexts are shared by all planners of a program. A search with this one has been made for the other planner.
-        known = other.basis.context
-        searches = [one for one in self._widest if one.context is not known]
-        searches = [one for one in searches if one.context.bound_at(budget_bytes, limit_ms) < limit_ms]
-        for search in searches:
-            self.searches.solve(self.techniques, search, budget_bytes)
-        found = cheapest_of(searches, budget_bytes)
-        return None if found is None or found.cost > limit_ms else found
-
     # --- who is asked
 
     def _may_hold(self, names: Names, budget_bytes: int) -> bool:
@@ -399,9 +385,3 @@ def _is_about_peaks(names: Names) -> bool:
 def smallest_bytes(search: PlanSearch) -> int:
     """Return the smallest peak that a search has seen."""
     return search.smallest.footprint.peak_bytes
-
-
-def cheapest_of(searches: Iterable[PlanSearch], budget_bytes: int) -> Candidate | None:
-    """Return the cheapest candidate of some searches that holds a budget, or None."""
-    holding = filter(None, (search.best(budget_bytes) for search in searches))
-    return min(holding, key=lambda best: (best.cost, best.footprint.peak_bytes), default=None)

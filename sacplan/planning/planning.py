@@ -24,14 +24,13 @@ SMALLEST = "smallest"
 """The budget that stands for the smallest peak."""
 
 
-@checked(PlanError, "budget", "headroom", "host_budget", "ranks")
+@checked(PlanError, "budget", "host_budget", "ranks")
 def plan(
     profile: ProfileOrPath,
     budget: float | str | None = None,
     solver: str | Solver | StepSolver = "best",
     objective: Objective = "time",
     *,
-    headroom: float | str | None = None,
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
     techniques: Sequence[str] | None = None,
@@ -57,8 +56,6 @@ def plan(
             take all memory; on a CPU, the peak may take 85% of the machine's. With several ranks, that holds for each.
             ``"smallest"``: the smallest peak that the search finds, however much it recomputes, which is what
             ``InfeasibleBudget`` reports as ``smallest_feasible_bytes``. That search takes longer.
-        headroom: Instead of a budget, memory of the device that the peak has to leave free: a share of it (``0.05``,
-            ``"5%"``) or bytes (``"2GiB"``). What torch reserves does not count then.
         solver: ``"milp"``, ``"greedy"``, or an object such as ``sacplan.Milp(gap=1e-4)``. ``"best"`` asks greedy, and
             milp if the plan of greedy is not at the lower bound, and takes the cheaper plan.
             ``"rotor"`` (``sacplan.Rotor``) plans models that are a chain. Its plans cost more, but its smallest peak
@@ -75,10 +72,9 @@ def plan(
             nor a module around it or inside it becomes a unit, so it runs as without a plan. In a module around it,
             only the outputs of other inner modules can then be discarded.
         techniques: What the plan may do. By default in training, everything that keeps gradients bit-equal and takes no
-            memory but the device's (``"recompute"``); ``Plan.beyond`` then says what the others would save. With
-            ``"offload"`` what is kept may wait on the host until the backward pass needs it. ``"chunk"`` is the default
-            for a profile with ``mode="inference"``, where only this helps; a search of its own finds the stretches to
-            run in slices, whatever the solver.
+            memory but the device's (``"recompute"``). With ``"offload"`` what is kept may wait on the host until the
+            backward pass needs it. ``"chunk"`` is the default for a profile with ``mode="inference"``, where only this
+            helps; a search of its own finds the stretches to run in slices, whatever the solver.
         ranks: What the step is spread over, as for ``sacplan.profile``; the ranks of another plan will do, too. By
             default, those of the profile.
         accumulate: The type in which chunks add up the gradients of parameters, for modules that compute in half
@@ -99,7 +95,7 @@ def plan(
         leaves too little for what torch reserves beyond the peak.
 
     Raises:
-        BudgetError: The budget or headroom cannot be read, or both are given.
+        BudgetError: The budget cannot be read.
         PlanError: An unknown solver, objective or technique; a pattern that matches nothing; or arguments about a mesh
             that contradict each other.
         TraceError: The model cannot be spread over the ranks in this way.
@@ -108,11 +104,9 @@ def plan(
     """
     profile = opened(profile, Profile)
     is_smallest, spreads = budget == SMALLEST, asks_for_mesh(mesh, techniques, ranks)
-    if is_smallest and (spreads or headroom is not None):
-        raise PlanError(
-            f'budget="{SMALLEST}" is for one device or ranks=, without headroom; and not for a mesh.'
-        )
-    limit = Limit(None if is_smallest else budget, headroom)
+    if is_smallest and spreads:
+        raise PlanError(f'budget="{SMALLEST}" is for one device or ranks=, and not for a mesh.')
+    limit = Limit(None if is_smallest else budget)
     request = Request(limit, solver, objective, keep, never, techniques, accumulate, host_budget)
     if is_smallest:
         return handed_out(smallest_plan(request, profile.on_ranks(ranks)), profile)

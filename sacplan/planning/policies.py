@@ -1,4 +1,4 @@
-"""Plans by rule: checkpoint nothing, everything, every k-th layer, or by op; and the loss in slices.
+"""Plans by rule: checkpoint nothing, everything, every k-th layer, or by op.
 
 This is what people do by hand. The checkpointing modes and their names are those of torchtitan
 (``torchtitan/distributed/activation_checkpoint.py``) and torchtune (PR #785). They differ in how they run: as recipes
@@ -18,13 +18,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from typing import Any
 
 from msgspec import structs
 
 from sacplan.core.arguments import checked, opened
-from sacplan.core.decisions import Chunk, Decision, Discarded, as_decisions
+from sacplan.core.decisions import Decision, Discarded, as_decisions
 from sacplan.core.elements import names_module
 from sacplan.core.pins import Pins, resolve_pins
 from sacplan.core.program import CallSite, Op, Program, is_inside
@@ -35,21 +34,17 @@ from sacplan.planning.make import plan_by_hand
 from sacplan.planning.meshes import POLICIES, way
 from sacplan.planning.plan import Plan
 from sacplan.profiling.profile import Profile, ProfileOrPath
-from sacplan.techniques.chunk.entries import entry_size, loss_chunks
-from sacplan.techniques.chunk.rest import training_chunk
-from sacplan.techniques.registry import DEFAULT_TECHNIQUES
 
-MODES = ("none", "full", "selective", "chunked-loss")
+MODES = ("none", "full", "selective")
 
 
-@checked(PlanError, "option", "slices")
+@checked(PlanError, "option")
 def policy(
     mode: str,
     option: int | str | None = None,
     *,
     profile: ProfileOrPath,
     layers: str | None = None,
-    slices: int | None = None,
     keep: Sequence[str] = (),
     never: Sequence[str] = (),
     mesh: Any = None,
@@ -58,13 +53,10 @@ def policy(
 
         plan = sacplan.policy("selective", 2, profile=profile)   # checkpoint every second layer
         plan = sacplan.policy("full", profile=profile, layers="model.layers.*")
-        plan = sacplan.policy("chunked-loss", slices=16, profile=profile)
 
     Args:
         mode: ``"none"`` discards nothing. ``"full"`` discards everything in every layer that may run again; the inputs
-            of the layer are kept. ``"selective"`` does what ``option`` says. ``"chunked-loss"`` discards nothing, but
-            computes the loss and its gradients in slices. They begin at the module with which this saves most, which
-            is the head in most models.
+            of the layer are kept. ``"selective"`` does what ``option`` says.
 
             ``"ddp"`` and ``"fsdp"`` cut the batch over all axes of a mesh; each rank has all parameters, or a shard of
             them. ``"megatron"`` is tensor parallelism on the last axis, with ``"ddp"`` on
@@ -86,12 +78,9 @@ def policy(
             counts, and so do others that are not nested with it (an encoder and a decoder). A recorded step has no
             classes, so two modules count as the same kind if they share at least half of the names of the modules that
             are called in them.
-        slices: For ``"chunked-loss"`` only: the number of slices, 2 or more. If it does not divide the rows, there may
-            be fewer.
         keep, never: Patterns as for ``sacplan.plan``. The outputs of these ops and modules are kept, whatever the mode
             says. They change neither which modules are layers nor how matmuls are counted. A layer that contains a
-            module of ``never`` does not become a unit; in its place, inner modules that contain none become units. A
-            chunked loss must not contain anything pinned.
+            module of ``never`` does not become a unit; in its place, inner modules that contain none become units.
         mesh: For ``"ddp"``, ``"fsdp"``, ``"megatron"``, ``"sequence"`` and combinations only: the ranks, as for
             ``sacplan.plan``. The batch of the profile is that of all ranks together.
 
@@ -100,14 +89,14 @@ def policy(
         than the device has gives a ``SacplanWarning``.
 
     Raises:
-        PlanError: An unknown mode or option, no layers, a mode that would discard nothing in them, a pattern that
-            matches nothing, or a loss that cannot run in these slices. The message says why.
+        PlanError: An unknown mode or option, no layers, a mode that would discard nothing in them, or a pattern that
+            matches nothing. The message says why.
     """
     profile = opened(profile, Profile)
     # A mesh makes it another kind of policy: it decides where parameters lie, and discards nothing.
     if mesh is not None:
-        if option is not None or layers is not None or slices is not None or keep or never:
-            raise PlanError("a policy on a mesh takes no option, layers, slices, keep or never.")
+        if option is not None or layers is not None or keep or never:
+            raise PlanError("a policy on a mesh takes no option, layers, keep or never.")
         with looking_for_plans():
             made = policy("none", profile=way(profile, mesh, mode).profile)
         provenance = structs.replace(
@@ -125,24 +114,14 @@ def policy(
     if mode != "selective" and option is not None:
         raise PlanError(f"mode {mode!r} takes no option, got {option!r}. Options belong to mode 'selective'.")
     # A rule names ops, which a compiled graph has not: those of the step as it runs uncompiled.
-    step = profile.uncompiled if mode in MODES else profile
-    program = step.program
-    if mode == "chunked-loss":
-        n_slices = _read_slices(slices, layers)
-    elif slices is not None:
-        raise PlanError(f"mode {mode!r} takes no slices, got {slices!r}. They belong to mode 'chunked-loss'.")
-    pins = resolve_pins(program, step.fingerprint, keep, never)
+    program = profile.uncompiled.program
+    pins = resolve_pins(program, profile.uncompiled.fingerprint, keep, never)
     decisions: tuple[Decision, ...] = ()
-    name = f"policy-{mode}" + (f"-{option}" if option is not None else "")
-    asked: dict[str, Any] = {"mode": mode, "option": option, "layers": layers}
-    techniques = DEFAULT_TECHNIQUES
-    if mode == "chunked-loss":
-        decisions = (_chunked_loss(step, n_slices, pins),)
-        name, asked, techniques = f"{name}-{n_slices}", {"mode": mode, "slices": n_slices}, ("chunk",)
-    elif mode != "none":
+    if mode != "none":
         decisions = as_decisions(_discarded_by(mode, option, program, layers, pins))
-    made = plan_by_hand(profile, decisions, name, pins, options=asked, techniques=techniques)
-    return handed_out(made, profile)
+    name = f"policy-{mode}" + (f"-{option}" if option is not None else "")
+    asked = {"mode": mode, "option": option, "layers": layers}
+    return handed_out(plan_by_hand(profile, decisions, name, pins, options=asked), profile)
 
 
 def _discarded_by(
@@ -168,59 +147,6 @@ def _discarded_by(
             + "Name other modules with layers=, or use mode 'none'."
         )
     return discarded
-
-
-# --- the loss in slices -----------------------------------------------------------------------------------
-
-_MOST_REASONS = 4  # in a message
-
-
-def _read_slices(slices: object, layers: str | None) -> int:
-    if layers is not None:
-        raise PlanError(f"mode 'chunked-loss' takes no layers, got {layers!r}: there is one loss.")
-    if isinstance(slices, bool) or not isinstance(slices, int) or slices < 2:
-        raise PlanError(
-            f"mode 'chunked-loss' needs a number of slices, 2 or more, and slices is {slices!r}. Give for example "
-            "slices=16, or a budget: sacplan.plan(profile, budget, techniques=('recompute', 'chunk'))."
-        )
-    return slices
-
-
-def _chunked_loss(profile: Profile, slices: int, pins: Pins) -> Chunk:
-    """Return the chunk that begins where slices save most, with this number of slices.
-
-    Raises:
-        PlanError: The profile is of inference; no module can begin a chunked loss; pins forbid it; or there are more
-            slices than rows.
-    """
-    if profile.mode == "inference":
-        raise PlanError(
-            "mode 'chunked-loss' is for training, and this profile is of inference, which computes no gradients. "
-            "sacplan.profile(model, batch, loss_fn) records a step of training."
-        )
-    # Either what can run in slices, or the reasons why nothing can, module by module.
-    found = loss_chunks(profile.program, profile.spec)
-    if not found.chunks:
-        why = [f"from {unit!r} on: {why}" for unit, why in islice(found.refused.items(), _MOST_REASONS)]
-        raise PlanError(
-            "there is no module from which on the loss could be computed in slices. "
-            + ("; ".join(why) + "." if why else "No module with a name is called once in the step.")
-        )
-    # Within a chunk no op makes its whole output, so nothing in it can be kept.
-    first = found.chunks[0]
-    deferred = training_chunk(profile.program, first, profile.spec).deferred
-    if not pins.named_ops.isdisjoint(deferred):
-        op = profile.program.ops[min(pins.named_ops & deferred)]
-        given = (("keep", pins.keep), ("never", pins.never))
-        said = " and ".join(f"{name}={list(patterns)!r}" for name, patterns in given if patterns)
-        raise PlanError(
-            f"the loss would run in slices from {first.unit!r} on, where {said} pins what {op.name} makes. "
-            "Leave that pattern out."
-        )
-    rows = entry_size(profile.program, first)
-    if slices > rows:
-        raise PlanError(f"slices={slices}, but what enters {first.unit!r} has only {rows} rows.")
-    return structs.replace(first, slices=slices)
 
 
 # --- options ----------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         keep, never: The pins, see ``sacplan.plan``.
         budget: The budget as the user gave it; None if there was none, as when the plan had to fit its
             device.
-        headroom: The headroom as the user gave it; None if there was none.
         host_budget: The limit for the memory of the host as the user gave it. Absent if there was none.
         mode, trace, runtime: Arguments of the profile, see ``sacplan.profile``.
         assumptions: Rules of the profile for sizes that depend on data (``data_rules``), such as balanced routing.
@@ -38,8 +37,6 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         limits_reached: Solvers and searches that stopped at their limit of work before they had proved their answer,
             such as ``"milp"``. With a higher limit (``sacplan.Milp(work_limit=)``) there may be a better plan. Absent
             if there were none.
-        beyond: What techniques would save that the plan was not allowed to use, a sentence for each. Absent if there is
-            nothing to save, and where the techniques were asked for.
         remarks: What no plan changes about this step, a sentence for each. Absent if there is nothing to say.
         sacplan, torch: Versions of the packages.
         date: Time at which the plan was made, in UTC.
@@ -52,14 +49,12 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     keep: tuple[Name, ...] = ()
     never: tuple[Name, ...] = ()
     budget: int | float | str | None = None
-    headroom: int | float | str | None = None
     host_budget: int | float | str | UnsetType = UNSET
     mode: Mode = "train"
     trace: Name
     runtime: Name
     assumptions: tuple[Name, ...] | UnsetType = UNSET
     limits_reached: tuple[Name, ...] | UnsetType = UNSET
-    beyond: tuple[Name, ...] | UnsetType = UNSET
     remarks: tuple[Name, ...] | UnsetType = UNSET
     sacplan: Name
     torch: Name
@@ -72,7 +67,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             return ()
         return tuple(
             f"{found}. Where the data decide otherwise, a step may take more than the plan says: make the profile with "
-            'trace="real" and the most uneven batch, or leave headroom'
+            'trace="real" and the most uneven batch, or give a smaller budget'
             for found in self.assumptions
         )
 

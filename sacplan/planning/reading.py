@@ -21,6 +21,7 @@ from sacplan.device.device_memory import DeviceMemory
 from sacplan.device.outside_allocator import MARGIN, outside_on_gpu, outside_text
 from sacplan.distributed.ranks.ranks import Ranks
 from sacplan.planning.layers import LayerOps, LayerReading, read_layers, summed
+from sacplan.planning.limits import LEFT_ON_CPU
 from sacplan.planning.value import PlanValue
 
 _PARTS = 10  # named in a sentence; the others are only counted
@@ -99,7 +100,6 @@ def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
         ("on the host", host_text(plan)),
         ("host budget", "" if plan.provenance.host_budget is UNSET else str(plan.provenance.host_budget)),
         ("gradients", f"{plan.gradients}: {plan.why_gradients}" if plan.provenance.mode == "train" else ""),
-        ("cheaper", ". ".join(plan.beyond)),
         ("technique", ", ".join(plan.provenance.techniques)),
         ("made by", f"{plan.solver} ({plan.status})"),
         ("note", "" if plan.provenance.remarks is UNSET else ". ".join(plan.provenance.remarks)),
@@ -121,8 +121,8 @@ def device_memory_text(found: DeviceMemory | None) -> str:
 
 
 def fills_gpu(plan: PlanValue) -> bool:
-    """Whether a plan was made to fit a GPU, without a budget or headroom."""
-    asked = plan.provenance.budget is not None or plan.provenance.headroom is not None
+    """Whether a plan was made to fit a GPU, without a budget."""
+    asked = plan.provenance.budget is not None
     return plan.budget_bytes is not None and plan.device_memory is not None and not asked
 
 
@@ -132,10 +132,8 @@ def whence(plan: PlanValue) -> str:
     if plan.budget_bytes is None or plan.provenance.budget is not None:
         return ""
     of_device = f", the memory of {plan.device} less "
-    # The tensors may take all of the memory but a headroom: the one that the user gave, or the default.
     if not fills_gpu(plan):
-        headroom = plan.provenance.headroom
-        return of_device + ("15%" if headroom is None else str(headroom))
+        return f"{of_device}{LEFT_ON_CPU:.0%}"
     outside = outside_text(outside_on_gpu(plan.ranks.communicators))
     return f"{of_device}{outside}, {MARGIN:.1%} for errors of prediction, and what torch reserves beyond the peak"
 

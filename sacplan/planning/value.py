@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Literal
 
 import msgspec
-from msgspec import UNSET, Struct
+from msgspec import Struct
 
 from sacplan.core.call_sites import OpSequence, ops_of
 from sacplan.core.decisions import (
@@ -176,12 +176,6 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
         named = folded_names(dict.fromkeys(chunk.unit for chunk in self.chunks))
         units = ", ".join(name or "the model" for name in named)
         return f"those of parameters in {units} are added up slice by slice, and kernels may round slices otherwise"
-
-    @property
-    def beyond(self) -> tuple[str, ...]:
-        """Sentences on what techniques would save that the plan was not allowed to use."""
-        found = self.provenance.beyond
-        return () if found is UNSET else found
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:

@@ -25,7 +25,6 @@ class NamedOptimizer:
 
     Attributes:
         name: as it is written in tables.
-        says: in a sentence.
         path: its class, ``module:Class``.
         arguments: of the class, beside the parameters.
         aliases: other names, such as those of the Trainer's ``optim=``.
@@ -36,7 +35,6 @@ class NamedOptimizer:
     """
 
     name: str
-    says: str
     path: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()

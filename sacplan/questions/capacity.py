@@ -56,14 +56,13 @@ class Capacity:
         plan: The plan for that size. Its ``status`` is ``"unplanned"`` if the step fits as it is.
         samples_per_s, step_ms: Predicted, with recomputation and chunks.
         budget_bytes: Limit for the peak of the step. Without a budget on a GPU: what torch's allocator may reserve.
-        headroom_bytes: Memory of the device beyond that.
         device: Name of the device.
         unplanned_batch_size: The largest size that fits without a plan; 0 if one sample does not.
         largest_batch_size: The largest size that fits with a plan. For ``max_batch`` it is ``batch_size``.
         bounded_by: What keeps ``largest_batch_size`` from being larger: memory, or the argument ``at_most``.
         points: The sizes that were tried, by size. Each took one trace. Their figures are peaks.
-        outside: What lies outside of torch's allocator, and makes up ``headroom_bytes``, with the source of each
-            figure. Empty if a budget or a headroom was given, and on a CPU.
+        outside: What lies outside of torch's allocator, with the source of each figure. Empty if a budget was given,
+            and on a CPU.
     """
 
     batch_size: int
@@ -71,7 +70,6 @@ class Capacity:
     samples_per_s: float
     step_ms: float
     budget_bytes: int
-    headroom_bytes: int
     device: str
     unplanned_batch_size: int
     largest_batch_size: int
@@ -102,13 +100,13 @@ class Capacity:
         """Return the answer and its figures, for people."""
         limit = " (at_most)" if self.bounded_by == "at_most" else ""
         added = f", {self.plan.added_ms:.2f} ms for chunks" if self.plan.chunks else ""
-        left = f"{format_bytes(self.headroom_bytes)} left free"
+        rest = ""
         if self.outside:
-            left = f"the rest is outside of torch's allocator: {outside_text(self.outside)}"
+            rest = f", the rest is outside of torch's allocator: {outside_text(self.outside)}"
         memory = self.plan.device_memory
         reserved = "" if memory is None else f", {format_bytes(memory.reserved_bytes())} reserved"
         rows = [
-            ("budget", f"{format_bytes(self.budget_bytes)}, {left}"),
+            ("budget", f"{format_bytes(self.budget_bytes)}{rest}"),
             (
                 "largest",
                 f"{self.unplanned_batch_size} without a plan, {self.largest_batch_size} with one{limit}",
@@ -133,7 +131,6 @@ class SearchOptions(TypedDict, total=False):
     loss_fn: LossFn | None
     optimizer: Any
     trace: Trace
-    headroom: float | str | None
     solver: str | Solver
     techniques: Sequence[str] | None
     accumulation_steps: int
@@ -170,14 +167,12 @@ def max_batch(
 
             - ``loss_fn``, ``optimizer``, ``trace``: As for ``profile``. A real trace runs each size that is tried,
               without a plan, so all of them have to fit here.
-            - ``headroom``: Instead of a budget, memory of the device that the peak has to leave free: a share of it
-              (``0.05``, ``"5%"``) or bytes (``"2GiB"``).
             - ``solver``, ``techniques``: As for ``sacplan.plan``.
             - ``accumulation_steps``: As for ``profile``; the batch that is looked for is one micro-batch.
             - ``compile``: As for ``profile``.
             - ``at_most``: The largest size to try.
 
-    Without a budget or a headroom, a step fits a GPU if two things together are at most its memory:
+    Without a budget, a step fits a GPU if two things together are at most its memory:
 
     - What torch's allocator reserves, ``torch.cuda.max_memory_reserved()``. It is predicted by playing the step through
       on the allocator's rules (``Plan.device_memory``), with the settings of ``PYTORCH_CUDA_ALLOC_CONF`` in the
@@ -185,13 +180,13 @@ def max_batch(
     - What lies outside of the allocator, each with its source in ``Capacity.outside``: the CUDA context with its
       kernels.
 
-    Not in it are workspaces of cuDNN, other processes, and batches longer than the planned one; a ``headroom`` leaves
-    memory for them. On a CPU, the peak may take all memory less ``DEFAULT_HEADROOM``. A budget and a headroom limit the
-    peak: the sum of everything that is alive, rounded as the allocator rounds it, with the workspaces of cuBLAS.
+    Not in it are workspaces of cuDNN, other processes, and batches longer than the planned one; a smaller budget leaves
+    memory for them. On a CPU, the peak may take 85% of the machine's memory. A budget limits the peak: the sum of
+    everything that is alive, rounded as the allocator rounds it, with the workspaces of cuBLAS.
 
     Raises:
         InfeasibleBudget: One sample does not fit. It carries the smallest peak that was reached for it.
-        BudgetError: The budget or headroom cannot be read or leaves nothing, or the budget is a share.
+        BudgetError: The budget cannot be read, is a share, or is more than the device has.
         PlanError: ``make_batch`` is not callable or makes batches of one size; ``at_most`` is not a size; or the solver
             is unknown.
         DeviceError: The device is unknown.
@@ -251,7 +246,6 @@ def _sizes(
     budget: float | str | None,
     device: str | DeviceSpec | torch.device,
     *,
-    headroom: float | str | None = None,
     solver: str | Solver = "best",
     techniques: Sequence[str] | None = None,
     at_most: int | None = None,
@@ -267,7 +261,7 @@ def _sizes(
     if techniques is not None:
         techniques = resolve_techniques(techniques)
     spec = resolve_device(device)
-    request = Request(limit_of_device(budget, headroom, spec), solver, techniques=techniques)
+    request = Request(limit_of_device(budget, spec), solver, techniques=techniques)
     return BatchSizes(
         Recordings(model, batches, spec, recording), request, at_most, lambda _, said: begins(said)
     )
@@ -286,13 +280,12 @@ def _capacity(sizes: BatchSizes, n: int) -> Capacity:
         samples_per_s=point.samples_per_s,
         step_ms=point.step_ms,
         budget_bytes=sizes.budget_bytes,
-        headroom_bytes=sizes.spec.memory_bytes - sizes.budget_bytes,
         device=sizes.spec.name,
         unplanned_batch_size=unplanned,
         largest_batch_size=largest,
         # Larger sizes than this limit were not tried, so memory may have room for them.
         bounded_by="at_most" if largest == sizes.at_most else "memory",
         points=tuple(sizes.points[k] for k in sorted(sizes.points)),
-        # With a budget or a headroom, what lies outside of the allocator is not part of the limit.
+        # With a budget, what lies outside of the allocator is not part of the limit.
         outside=sizes.request.limit.room(sizes.spec).outside,
     )

@@ -61,7 +61,7 @@ _TOKEN_STEPS = 64  # budgets of tokens are tried in steps of this share of the o
 _UNLIMITED = {"expandable": allocators.ExpandableAllocator, "none": allocators.NoAllocator}
 
 
-@checked(PlanError, "model", "make_batch", "lengths", "evaluation", "optimizer", "budget", "headroom")
+@checked(PlanError, "model", "make_batch", "lengths", "evaluation", "optimizer", "budget")
 def certify(
     model: torch.nn.Module,
     make_batch: Callable[..., Any],
@@ -70,7 +70,6 @@ def certify(
     loss_fn: LossFn | None = None,
     optimizer: Any = None,
     budget: float | str | None = None,
-    headroom: float | str | None = None,
     *,
     batch: int | None = None,
     tokens: int | None = None,
@@ -106,8 +105,8 @@ def certify(
             sizes of each, samples x sizes: height and width of images, or tokens, height and width, to the largest
             of which batches are padded. Or a ``DataLoader``, which is iterated: of its batches only the shapes are
             kept.
-        budget, headroom: Limit for the peak of each step, as for ``max_batch``. Without either, what the allocator
-            reserves has to fit the device.
+        budget: Limit for the peak of each step, as for ``max_batch``. Without one, what the allocator reserves has to
+            fit the device.
         batch: Samples in a batch.
         tokens: Instead, the most tokens in a batch, padding included: it takes samples until the next one would be
             too much. Of images, pixels.
@@ -174,7 +173,7 @@ def certify(
         rules = own if is_loader(evaluation) else {**rules, "seed": None, **own}
         between, _ = read_shapes(evaluation, longest, 1, shape_of, **rules)
     spec = resolve_device(device)
-    limit = limit_of_device(budget, headroom, spec)
+    limit = limit_of_device(budget, spec)
     how = {"loss_fn": loss_fn, "optimizer": optimizer, "accumulation_steps": accumulation_steps}
     loss = loss_or_default(loss_fn, "inference")
     inference = {"mode": "inference", "loss_fn": lambda model, batch: loss(model.eval(), batch)}

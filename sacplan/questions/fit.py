@@ -41,7 +41,7 @@ from sacplan.distributed.ranks.ranks import FSDP2
 from sacplan.errors import PlanError, SacplanWarning
 from sacplan.planning.compiled import works_nowhere
 from sacplan.planning.infeasible import looking_for_plans
-from sacplan.planning.limits import OF_DEVICE, Limit, limit_of_device
+from sacplan.planning.limits import OF_DEVICE, limit_of_device
 from sacplan.profiling.optimizer_names import COMPARED_ON_HOST, named_optimizer
 from sacplan.profiling.optimizers import with_optimizer
 from sacplan.questions.batch_sizes import Recordings, batches_of
@@ -71,7 +71,6 @@ def fit(
     loss_fn: LossFn | None = None,
     optimizer: Any = "adamw",
     budget: float | str | None = None,
-    headroom: float | str | None = None,
     *,
     devices: int | str = 1,
     batch: int | None = None,
@@ -99,8 +98,8 @@ def fit(
         loss_fn: As for ``profile``.
         optimizer: A name as on the command line (``"adamw"``, ``"paged-adamw-8bit"``, ``"muon"``), a function
             ``params -> optimizer``, or None.
-        budget, headroom: Limit for the peak of the step, as for ``max_batch``. Without either, the step has to fit the
-            device, as for ``plan``.
+        budget: Limit for the peak of the step, as for ``max_batch``. Without one, the step has to fit the device, as
+            for ``plan``.
         devices: How many devices there are. With several, rows are for DDP, FSDP2 and meshes with tensor parallelism;
             ``batch`` is that of each device, and peaks are those of a rank.
         batch, seq: The size of the step: samples (by default 1, or those of the loader), and tokens in each. If batches
@@ -122,7 +121,7 @@ def fit(
     Raises:
         PlanError: ``make_batch`` is not callable or makes batches of one size; the optimizer's name is unknown; a
             size is below 1; or a compiled step is to be spread over devices.
-        BudgetError: The budget or headroom cannot be read, or leaves nothing.
+        BudgetError: The budget cannot be read, is a share, or is more than the device has.
         TraceError, DeviceError: As for ``profile``.
     """
     batches = batches_of(make_batch)
@@ -147,7 +146,7 @@ def fit(
     how = {"loss_fn": loss_fn, "accumulation_steps": accumulation_steps, "routing": routing}
     sweep = Sweep(
         Recordings(model, batches, spec, {**how, "compile": False if n_devices > 1 else compile}), optimizer,
-        limit_of_device(budget, headroom, spec), Limit(budget, headroom), batch, seq, longest,
+        limit_of_device(budget, spec), batch, seq, longest,
         spec.host_memory_bytes if host_budget is None else parse_budget(host_budget, spec.host_memory_bytes),
         n_devices,
     )  # fmt: skip
@@ -352,13 +351,10 @@ class Sweep(Asked):
 
     def _verdict(self, name: str, rows: list[FitRow]) -> Verdict:
         best, asked = recommended(rows), self.recordings.options
-        # With a budget nothing is said about the rest of the device. On a GPU without one, ``outside`` says what it is.
-        left = self.given.budget is None and not self.room.is_reserved
         return Verdict(
             model=name, parameters=sum(p.numel() for p in self.recordings.model.parameters()), batch=self.batch,
             seq=self.seq, optimizer=rows[0].optimizer, device=self.spec.name, memory_bytes=self.spec.memory_bytes,
-            budget_bytes=self.room.n_bytes, budget=None if self.given == OF_DEVICE else f"{self.room.n_bytes}B",
-            headroom_bytes=self.spec.memory_bytes - self.room.n_bytes if left else None,
+            budget_bytes=self.room.n_bytes, budget=None if self.limit == OF_DEVICE else f"{self.room.n_bytes}B",
             outside=outside_allocator(self.spec, int(self.devices > 1)) if self.room.is_reserved else (),
             rows=tuple(rows), recommended=best,
             larger_devices=() if best is not None or self.devices > 1 else self._larger_devices(rows),

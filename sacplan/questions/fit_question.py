@@ -27,7 +27,6 @@ class Asked:
         recordings: Of the step, at any size.
         optimizer: The optimizer that was asked for.
         limit: The limit on each device.
-        given: The limit as the user gave it.
         batch, seq: The size of the step; with several devices, ``batch`` is that of each.
         longest: The longest sequence to try.
         host_budget_bytes: The memory of the host for each device.
@@ -38,7 +37,6 @@ class Asked:
     recordings: Recordings
     optimizer: Any
     limit: Limit
-    given: Limit
     batch: int
     seq: int | None
     longest: int | None

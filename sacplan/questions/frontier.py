@@ -35,7 +35,6 @@ _POLICIES: dict[str, tuple[str, int | str | None]] = {
     "op": ("selective", "op"),
     "op, all matmuls kept": ("selective", "op-keep-matmuls"),
 }
-_SLICES = 16  # of the loss, as a policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,8 +171,6 @@ def _named_policies(profile: Profile, how: Request) -> Iterator[FrontierRow]:
         # Every third layer needs three of them to be a policy of its own. The others need one.
         if n_layers >= (option if isinstance(option, int) else 1)
     }
-    if "chunk" in (how.techniques or ()):
-        asked[f"loss in {_SLICES} slices"] = {"mode": "chunked-loss", "slices": _SLICES}
     for name, options in asked.items():
         try:
             found = policy(**options, profile=profile, keep=how.keep, never=how.never)

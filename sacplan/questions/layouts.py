@@ -167,7 +167,6 @@ def layouts(
     optimizer: Any = None,
     *,
     trace: Trace = "fake",
-    headroom: float | str | None = None,
     solver: str | Solver = "best",
     techniques: Sequence[str] | None = None,
 ) -> Layouts:
@@ -184,14 +183,13 @@ def layouts(
             refused. None: the step has to fit the device, with the buffers of NCCL; see ``sacplan.max_batch``.
         device: The device of each rank, see ``sacplan.devices()``.
         loss_fn, optimizer, trace: As for ``sacplan.profile``.
-        headroom: As for ``sacplan.max_batch``.
         solver, techniques: As for ``sacplan.plan``, on each rank.
 
     Returns:
         The layouts, the fastest that fits first: peaks in bytes per rank, times in ms.
 
     Raises:
-        BudgetError: The budget or headroom cannot be read.
+        BudgetError: The budget cannot be read.
         PlanError: The step cannot be spread over any mesh of this many devices.
     """
     if isinstance(model, Profile):  # it has a device already, whose name is only checked
@@ -203,7 +201,7 @@ def layouts(
         if isinstance(model, Profile)
         else profile(model, batch, loss_fn, optimizer, device, trace=trace)
     )
-    limit = limit_of_device(budget, headroom, whole.spec)
+    limit = limit_of_device(budget, whole.spec)
     budget_bytes = limit.room(whole.spec, int(n > 1)).n_bytes
 
     request = Request(limit, solver, techniques=techniques)

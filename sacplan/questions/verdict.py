@@ -144,9 +144,8 @@ class Verdict:
         budget: The same in the form that ``plan`` takes; None if it is the default.
         rows: All ways that were tried, those with the asked optimizer first.
         recommended: The row to choose of those that fit; None if nothing fits.
-        headroom_bytes: Memory of the device that is left free; None if a budget was given, and on a GPU without one.
-        outside: What lies outside of torch's allocator, with the source of each figure. Empty if a budget or a headroom
-            was given, and on a CPU.
+        outside: What lies outside of torch's allocator, with the source of each figure. Empty if a budget was given,
+            and on a CPU.
         larger_devices: Known GPUs on which the smallest row would fit, the smallest first. Empty if something fits
             here.
         computed: Sentences on which figures were computed from recordings, and which were not.
@@ -166,7 +165,6 @@ class Verdict:
     memory_bytes: int
     budget_bytes: int
     budget: str | None
-    headroom_bytes: int | None
     rows: tuple[FitRow, ...]
     recommended: FitRow | None
     larger_devices: tuple[str, ...]
@@ -199,13 +197,10 @@ class Verdict:
         asked = self._as_it_is
         limit, outside = format_bytes(asked.limit_bytes), asked.room.outside
         left = f"the budget of {limit}"
-        # Three kinds of limit: a budget, what the allocator of a GPU has left, and a headroom.
+        # Without a budget on a GPU, it is what the allocator has left.
         if outside:
             names = " and ".join(one.name for one in outside)
             left = f"the {limit} that the {names} {'leave' if len(outside) > 1 else 'leaves'}"
-        elif self.headroom_bytes is not None:
-            free = self.headroom_bytes / self.memory_bytes
-            left = f"the {limit} that {free:.0%} headroom leaves"
         if asked.fits:
             runs = f" with {asked.spread}" if asked.spread else ""
             return f"{step} on {device}: fits{runs}. It needs {asked.memory}, of {left}."

@@ -97,8 +97,6 @@ def _code(profile: Profile, plan: Plan) -> str:
     elif profile.fingerprint.setup.optimizer is not None:
         given.append("optimizer=optimizer")
     chosen = [] if plan.provenance.budget is None else [repr(plan.provenance.budget)]
-    if plan.provenance.headroom is not None:
-        chosen.append(f"headroom={plan.provenance.headroom!r}")
     if plan.provenance.host_budget is not UNSET:
         chosen.append(f"host_budget={plan.provenance.host_budget!r}")
     if plan.ranks.sharding is not None:

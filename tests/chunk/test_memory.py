@@ -12,7 +12,7 @@ from benchmarks.harness.mixed_plans import plan_with
 from sacplan.core.decisions import Chunk
 from sacplan.record.step import Step
 from sacplan.running.measure import measured_step
-from tests.support.chunks import allocations
+from tests.support.chunks import allocations, loss_in_slices
 from tests.support.steps import assert_predicted
 from tests.support.steps import mean_square as loss
 from tests.zoo.language_models import LM, tokens
@@ -71,7 +71,7 @@ def test_a_loss_that_is_read_before_the_backward_pass_is_computed_there(reads: b
         return loss
 
     profile = sacplan.profile(model, batch, loss_fn, device="cpu", trace="real")
-    plan = sacplan.policy("chunked-loss", slices=64, profile=profile)
+    plan = loss_in_slices(profile, 64)
     handle = sacplan.apply(model, plan)
     step = Step(model, batch, loss_fn, None)
     measured_step(step, [batch])
@@ -89,5 +89,5 @@ def weighted_bce(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_a_formula_that_is_sliced_in_part(model: LM) -> None:
     batch = tokens(2, 64, VOCAB)
     profile = sacplan.profile(model, batch, weighted_bce, device="cpu")
-    plan = sacplan.policy("chunked-loss", slices=4, profile=profile)
+    plan = loss_in_slices(profile, 4)
     assert_predicted(model, batch, plan, weighted_bce)

@@ -1,4 +1,4 @@
-"""Plans whose loss runs in slices: the policy, the searched ones, and everything that reads them."""
+"""Plans whose loss runs in slices, and everything that reads them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan.core.decisions import Chunk
 from sacplan.errors import PlanError, PlanMismatch
 from sacplan.report.timeline import timeline_of
+from tests.support.chunks import loss_in_slices
 from tests.zoo.language_models import LM
 from tests.zoo.language_models import cross_entropy as loss_fn
 from tests.zoo.layers import FromFunction
@@ -39,74 +39,17 @@ def profile(model: LM) -> sacplan.Profile:
 
 
 @pytest.fixture(scope="module")
-def policy(profile: sacplan.Profile) -> sacplan.Plan:
-    return sacplan.policy("chunked-loss", slices=8, profile=profile)
-
-
-# --- the policy
-
-
-def test_the_policy_computes_the_loss_in_so_many_slices(
-    model: LM, profile: sacplan.Profile, policy: sacplan.Plan
-) -> None:
-    assert policy.decisions == (Chunk("head", "rest", 8, 1, accumulate="parameter"),)
-    assert (policy.status, policy.solver, policy.gradients) == ("policy", "policy-chunked-loss-8", "close")
-    assert policy.provenance.options == {"mode": "chunked-loss", "slices": 8}
-    assert policy.provenance.techniques == ("chunk",)
-    assert policy.recompute_ms == 0 != policy.added_ms
-    assert profile.peak_bytes - policy.peak_bytes > 128 * VOCAB * 4  # a copy of the logits and more
-    seen = sacplan.verify(model, batch(), policy, loss_fn)
-    assert seen.peak_bytes == policy.peak_bytes
-    assert seen.step_ms == pytest.approx(policy.step_ms + policy.added_ms)
-
-
-def test_slices_belong_to_one_mode(profile: sacplan.Profile) -> None:
-    with pytest.raises(PlanError, match="mode 'full' takes no slices, got 4"):
-        sacplan.policy("full", slices=4, profile=profile)
-    for wrong in (None, 1, True, 2.0, "8"):
-        with pytest.raises(PlanError, match=r"slices=16"):
-            sacplan.policy("chunked-loss", slices=wrong, profile=profile)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="takes no layers"):
-        sacplan.policy("chunked-loss", slices=8, layers="blocks.*", profile=profile)
-    with pytest.raises(PlanError, match="takes no option"):
-        sacplan.policy("chunked-loss", 8, profile=profile)
-    with pytest.raises(PlanError, match="has only 64 rows"):
-        sacplan.policy("chunked-loss", slices=65, profile=profile)
-
-
-def test_what_is_pinned_is_no_part_of_a_chunked_loss(profile: sacplan.Profile, policy: sacplan.Plan) -> None:
-    layer = "layers.0"
-    beside = sacplan.policy(
-        "chunked-loss", slices=8, profile=profile, keep=[f"{layer}.*"], never=["layers.1"]
-    )
-    assert beside.decisions == policy.decisions
-    assert (beside.provenance.keep, beside.provenance.never) == ((f"{layer}.*",), ("layers.1",))
-    with pytest.raises(PlanError, match=r"from 'head' on, where never=\['head'\] pins what aten"):
-        sacplan.policy("chunked-loss", slices=8, profile=profile, never=["head"])
-    with pytest.raises(PlanError, match=r"where keep=\['aten._log_softmax'\] pins"):
-        sacplan.policy("chunked-loss", slices=8, profile=profile, keep=["aten._log_softmax"])
-
-
-def test_where_nothing_can_run_in_slices_the_policy_says_why() -> None:
-    found = sacplan.profile(cumulated(), torch.randn(4, 8, 8), device="cpu")
-    with pytest.raises(PlanError, match=r"there is no module .*from 'head' on: .*") as raised:
-        sacplan.policy("chunked-loss", slices=2, profile=found)
-    assert "cumsum" in str(raised.value)
-    alone = sacplan.profile(nn.Linear(8, 8), torch.randn(4, 8), device="cpu")
-    with pytest.raises(PlanError, match="No module with a name"):
-        sacplan.policy("chunked-loss", slices=2, profile=alone)
-    inference = sacplan.profile(cumulated(), torch.randn(4, 8, 8), device="cpu", mode="inference")
-    with pytest.raises(PlanError, match="is for training"):
-        sacplan.policy("chunked-loss", slices=2, profile=inference)
+def sliced(profile: sacplan.Profile) -> sacplan.Plan:
+    return loss_in_slices(profile, 8)
 
 
 # --- what reads a plan
 
 
-def test_a_profile_shows_the_step_with_a_plan(profile: sacplan.Profile, policy: sacplan.Plan) -> None:
-    for plan in (policy, policy.decisions):
-        assert profile.footprint(plan).peak_bytes == policy.peak_bytes
-        assert profile.timeline(plan)["total_bytes"].max() == policy.peak_bytes
+def test_a_profile_shows_the_step_with_a_plan(profile: sacplan.Profile, sliced: sacplan.Plan) -> None:
+    for plan in (sliced, sliced.decisions):
+        assert profile.footprint(plan).peak_bytes == sliced.peak_bytes
+        assert profile.timeline(plan)["total_bytes"].max() == sliced.peak_bytes
     recomputed = sacplan.plan(profile, "97%")
     assert recomputed.discarded
     for same in (recomputed, recomputed.decisions, recomputed.discarded):
@@ -124,17 +67,14 @@ def test_a_profile_shows_the_step_with_a_plan(profile: sacplan.Profile, policy: 
 def test_a_frontier_with_chunks_goes_lower(profile: sacplan.Profile) -> None:
     plain = sacplan.frontier(profile, 2, ["greedy"])
     chunked = sacplan.frontier(profile, 5, ["greedy"], techniques=BOTH)
-    solved, policies = chunked[chunked["status"] != "policy"], chunked[chunked["status"] == "policy"]
+    solved = chunked[chunked["status"] != "policy"]
     assert solved["peak_bytes"].min() < plain[plain["status"] != "policy"]["peak_bytes"].min()
     assert (solved["peak_bytes"] <= solved["budget_bytes"]).all()
     assert not plain["added_ms"].any()
     costs = solved.sort_values("budget_bytes").eval("recompute_ms + added_ms").tolist()
     assert len(set(costs)) > 2  # between the extremes, fewer slices where fewer will do
     assert costs == sorted(costs, reverse=True)
-    assert set(policies["solver"]) - set(plain["solver"]) == {"loss in 16 slices"}
-    by_rule = policies.set_index("solver").loc["loss in 16 slices"]
-    assert by_rule["recompute_ms"] == 0
-    assert by_rule["added_share"] == by_rule["added_ms"] / profile.step_ms
+    assert (solved["added_share"] == solved["added_ms"] / profile.step_ms).all()
 
 
 @pytest.mark.slow
@@ -171,42 +111,39 @@ def both(profile: sacplan.Profile) -> sacplan.Plan:
 
 
 def test_what_is_alive_with_chunks_adds_up(
-    profile: sacplan.Profile, policy: sacplan.Plan, both: sacplan.Plan
+    profile: sacplan.Profile, sliced: sacplan.Plan, both: sacplan.Plan
 ) -> None:
-    for plan in (policy, both):
+    for plan in (sliced, both):
         assert sacplan.Report(profile, plan).alive_at_peak(None)["bytes"].sum() == plan.peak_bytes
         timeline = timeline_of(profile.with_plan(plan))
         assert timeline.peak_bytes == plan.peak_bytes
         assert timeline.end_ms == pytest.approx(plan.planned_ms)
-    assert "generator state" not in set(sacplan.Report(profile, policy).alive_at_peak(None)["kind"])
+    assert "generator state" not in set(sacplan.Report(profile, sliced).alive_at_peak(None)["kind"])
 
 
 def test_the_module_table_tells_slices_from_recomputation(
-    profile: sacplan.Profile, policy: sacplan.Plan, both: sacplan.Plan
+    profile: sacplan.Profile, sliced: sacplan.Plan, both: sacplan.Plan
 ) -> None:
-    sliced, mixed = (
-        sacplan.Report(profile, policy).module_table(),
-        sacplan.Report(profile, both).module_table(),
-    )
-    assert sliced.loc["head", "why"] == "in slices"
-    assert "never exist as a whole" in str(sliced.loc["(outside the model)", "why"])
-    assert not sliced["discarded_bytes"].any()
+    alone, mixed = (sacplan.Report(profile, plan).module_table() for plan in (sliced, both))
+    assert alone.loc["head", "why"] == "in slices"
+    assert "never exist as a whole" in str(alone.loc["(outside the model)", "why"])
+    assert not alone["discarded_bytes"].any()
     assert mixed["recompute_ms"].sum() == pytest.approx(both.recompute_ms)
     assert mixed["discarded_bytes"].any()
     assert mixed["forward_ms"].sum() == pytest.approx(profile.with_plan(both.chunks).forward_ms)
 
 
-def test_a_table_of_chunks(profile: sacplan.Profile, policy: sacplan.Plan, both: sacplan.Plan) -> None:
-    (row,) = sacplan.Report(profile, policy).chunk_table().itertuples()
+def test_a_table_of_chunks(profile: sacplan.Profile, sliced: sacplan.Plan, both: sacplan.Plan) -> None:
+    (row,) = sacplan.Report(profile, sliced).chunk_table().itertuples()
     assert (row.Index, row.slices, row.rows, row.dim) == ("head", 8, 64, 1)
-    assert row.added_ms == pytest.approx(policy.added_ms)
+    assert row.added_ms == pytest.approx(sliced.added_ms)
     assert row.peak_bytes == profile.peak_bytes
     (row,) = sacplan.Report(profile, both).chunk_table().itertuples()
     assert row.peak_bytes == profile.footprint(both.discarded).peak_bytes
     assert sacplan.Report(profile, sacplan.policy("full", profile=profile)).chunk_table().empty
     other = sacplan.profile(LM(layers=2, dim=64, heads=2, vocab=VOCAB), batch(), loss_fn, device="cpu")
     with pytest.raises(PlanMismatch):
-        sacplan.Report(other, policy).chunk_table()
+        sacplan.Report(other, sliced).chunk_table()
 
 
 def test_the_page_says_why_nothing_runs_in_slices() -> None:

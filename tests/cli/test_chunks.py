@@ -1,4 +1,4 @@
-"""The command line with chunks: ``--technique``, ``policy``, and what is said about slices and gradients."""
+"""The command line with chunks: ``--technique``, and what is said about slices and gradients."""
 
 from __future__ import annotations
 
@@ -63,6 +63,9 @@ def test_a_plan_may_use_chunks() -> None:
     assert facts["techniques"] == ["recompute", "chunk"]
     assert facts["chunks"][0]["slices"] == chunk.slices
     assert (facts["gradients"], facts["added_ms"]) == ("close", plan.added_ms)
+    shown = run("show plan.json").stdout
+    assert "gradients close: those of parameters in head" in " ".join(shown.split())
+    assert re.search(rf"in slices +.*{chunk.slices} slices", shown)
     seen = json.loads(run("verify train.py:make plan.json --json").stdout)
     assert seen["peak_bytes"] == plan.peak_bytes
 
@@ -71,19 +74,6 @@ def test_without_chunks_nothing_is_said_about_them() -> None:
     shown = run(f"plan {TARGET} --budget 100%").stdout
     assert "slices" not in shown
     assert "gradients bit-equal: " in " ".join(shown.split())
-
-
-def test_policies() -> None:
-    shown = run(f"policy {TARGET} chunked-loss --slices 8 -o plan.json").stdout
-    assert "gradients close: those of parameters in head" in " ".join(shown.split())
-    assert re.search(r"in slices +.*8 slices", shown)
-    plan = sacplan.Plan.load("plan.json")
-    assert (plan.status, plan.chunks[0].slices) == ("policy", 8)
-    facts = json.loads(run(f"policy {TARGET} none --json").stdout)
-    assert (facts["command"], facts["solver"], facts["chunks"]) == ("policy", "policy-none", [])
-    assert "needs a number of slices" in run(f"policy {TARGET} chunked-loss", code=2).stderr
-    assert "takes no slices" in run(f"policy {TARGET} none --slices 4", code=2).stderr
-    assert "known are 'none', 'full'" in run(f"policy {TARGET} half", code=2).stderr
 
 
 def test_surveys_with_chunks() -> None:

@@ -27,6 +27,7 @@ from sacplan.integrations.transformers import (  # noqa: E402
     profile_trainer,
     step_arguments,
 )
+from tests.support.chunks import loss_in_slices  # noqa: E402
 from tests.support.slow import slow_after  # noqa: E402
 from tests.support.steps import bit_equal  # noqa: E402
 from tests.support.trainers import SEQUENCE, VOCAB  # noqa: E402
@@ -108,9 +109,9 @@ def test_a_trainer_that_compiles_is_profiled_compiled_and_keeps_no_slices(make: 
     with pytest.raises(
         sacplan.errors.PlanError, match=r"compiled as a whole\. torch.compile cannot keep slices"
     ):
-        sacplan.policy("chunked-loss", profile=profile, slices=2)
+        loss_in_slices(profile, 2)
     eager = profile_trainer(make(), device="cpu")
-    trainer.add_callback(PlanCallback(sacplan.policy("chunked-loss", profile=eager, slices=2)))
+    trainer.add_callback(PlanCallback(loss_in_slices(eager, 2)))
     with pytest.raises(
         sacplan.errors.PlanError, match=r"torch_compile=True\). torch.compile cannot keep slices"
     ):

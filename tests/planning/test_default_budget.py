@@ -56,16 +56,6 @@ def unplanned() -> int:
 # --- without a budget ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("headroom", "share"), [(0.25, 0.25), ("5%", 0.05)])
-def test_a_headroom_is_what_the_peak_leaves_free(unplanned: int, headroom: float | str, share: float) -> None:
-    memory = int(unplanned * 0.9)
-    with pytest.warns(sacplan.SacplanWarning, match="CUDA context"):  # not with what torch reserves
-        plan = sacplan.plan(profile_on(memory), headroom=headroom)
-    assert plan.budget_bytes == memory - int(memory * share)
-    assert plan.peak_bytes <= plan.budget_bytes < unplanned
-    assert (plan.provenance.budget, plan.provenance.headroom) == (None, headroom)
-
-
 def test_on_a_cpu_it_is_the_memory_of_the_machine() -> None:
     profile = sacplan.profile(model(), batch(), device="cpu")
     memory = resolve_device("cpu").memory_bytes
@@ -81,11 +71,6 @@ def test_on_a_mesh_it_is_that_of_each_rank(unplanned: int) -> None:
     assert plan.budget_bytes is not None
     assert plan.budget_bytes <= room
     assert plan.provenance.budget is None
-
-
-def test_a_budget_and_a_headroom_contradict_each_other() -> None:
-    with pytest.raises(sacplan.errors.BudgetError, match="give one of them"):
-        sacplan.plan(profile_on(MIB), "60%", headroom=0.1)
 
 
 def test_no_plan_fits_the_device() -> None:
@@ -157,9 +142,7 @@ def test_plans_that_are_only_looked_at_do_not_warn(unplanned: int) -> None:
     ids=["max_batch", "throughput", "layouts"],
 )
 def test_a_share_of_several_steps_is_refused(look: Callable[[], object]) -> None:
-    with pytest.raises(
-        sacplan.errors.BudgetError, match=r"'90 ?%'.*unplanned peak.*budget=\"20GiB\".*headroom=\"10%\""
-    ):
+    with pytest.raises(sacplan.errors.BudgetError, match=r"'90 ?%'.*unplanned peak.*budget=\"20GiB\""):
         look()
 
 
@@ -185,8 +168,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]
 
 
 def test_plan_without_a_budget(run: Callable[[str], Any]) -> None:
-    said = json.loads(run("plan train.py:make --device h100 --headroom 20% --json").stdout)
-    assert said["budget_bytes"] == H100.memory_bytes - H100.memory_bytes * 20 // 100
+    said = json.loads(run("plan train.py:make --device h100 --json").stdout)
     assert said["device_memory_bytes"] == H100.memory_bytes
     said_so = "the memory of h100 less CUDA context 512.00 MiB"
     assert said_so in " ".join(run("plan train.py:make").stdout.split())
@@ -208,7 +190,7 @@ def test_plan_that_does_not_fit_is_one_line_on_stderr(run: Callable[[str], Any])
 def test_shares_are_refused(run: Callable[[str], Any], command: str) -> None:
     result = run(f"{command} train.py:make --budget 90%")
     assert result.exit_code == 2
-    assert "--headroom 10%" in result.stderr
+    assert "Give bytes, --budget 20GiB" in result.stderr
 
 
 def test_report_without_a_budget_plans_where_the_step_needs_it(run: Callable[[str], Any]) -> None:

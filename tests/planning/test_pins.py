@@ -334,18 +334,9 @@ def test_all_pinned_is_infeasible_at_the_unplanned_peak(pins: dict[str, list[str
     with pytest.raises(sacplan.InfeasibleBudget) as info:
         sacplan.plan(profile, "99%", **pins)
     assert info.value.smallest_feasible_bytes == profile.peak_bytes
-    free = sacplan.plan(profile, "smallest").peak_bytes
     argument, given = next(iter(pins.items()))
-    assert f"That is with {argument}={given!r}; without the pins the smallest is" in str(info.value)
-    assert f"({free} bytes)" in str(info.value)
+    assert f"That is with {argument}={given!r}." in str(info.value)
     assert sacplan.plan(profile, "100%", **pins).status == "unplanned"
-
-
-@pytest.mark.slow
-def test_pins_that_do_not_bind_are_not_blamed() -> None:
-    with pytest.raises(sacplan.InfeasibleBudget) as info:
-        sacplan.plan(profile_of("both"), "1%", keep=["unused"])
-    assert "pins" not in str(info.value)
 
 
 def test_the_file_says_what_was_pinned(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from benchmarks.harness.steps import run_peaks
 from sacplan.core.program import StorageKind
 from sacplan.record.state import preserved_state
 from sacplan.testing import assert_step_fits
+from tests.support.chunks import loss_in_slices
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction
 
@@ -112,7 +113,7 @@ def test_more_micro_batches_change_nothing_but_the_setup() -> None:
 def test_chunks_and_rotor_plan_it_too() -> None:
     """The model is called once in the recorded step, which both need."""
     profile = accumulated("cpu")
-    chunked = sacplan.policy("chunked-loss", profile=profile, slices=4)
+    chunked = loss_in_slices(profile, 4)
     assert chunked.chunks
     for plan in (chunked, sacplan.plan(profile, "85%", "rotor")):
         assert sacplan.verify(MODEL(), BATCH, plan, cross_entropy, ADAMW).peak_bytes == plan.peak_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import nn
 
 import sacplan
 from sacplan.device.devices import resolve_device
-from sacplan.planning.limits import DEFAULT_HEADROOM
 from sacplan.questions.batch_sizes import CapacityPoint
 from sacplan.questions.capacity import Capacity, max_batch, throughput
 from tests.support.devices import memory_with_room
@@ -252,41 +250,24 @@ def test_a_real_trace() -> None:
     assert found.batch_size > found.unplanned_batch_size > 0
 
 
-# --- budgets and headroom ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("headroom", "expected"),
-    [
-        (0.25, 10 * MIB),
-        ("25%", 10 * MIB),
-        ("10MiB", 10 * MIB),
-        (0, 0),
-    ],
-)
-def test_headroom_is_taken_from_the_memory(headroom: float | str, expected: int) -> None:
-    spec = dataclasses.replace(resolve_device("h100"), memory_bytes=40 * MIB)
-    found = max_batch(perceptron(1), rows, device=spec, headroom=headroom, at_most=1)
-    assert found.headroom_bytes == expected
-    assert found.budget_bytes == 40 * MIB - expected == found.plan.budget_bytes
+# --- budgets ----------------------------------------------------------------------------------------------
 
 
 def test_a_budget_is_kept_as_it_is() -> None:
     spec = dataclasses.replace(resolve_device("h100"), memory_bytes=40 * MIB)
     found = max_batch(perceptron(1), rows, "36MiB", spec, at_most=1)
-    assert (found.budget_bytes, found.headroom_bytes) == (36 * MIB, 4 * MIB)
+    assert found.budget_bytes == found.plan.budget_bytes == 36 * MIB
+    assert not found.outside
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
-def test_without_a_budget_or_a_headroom(kind: str) -> None:
-    """A GPU has all memory but what lies outside of the allocator, and a CPU all but the default headroom."""
+def test_without_a_budget(kind: str) -> None:
+    """A GPU has all memory but what lies outside of the allocator, and a CPU 85 % of it."""
     gpu = dataclasses.replace(resolve_device("h100"), memory_bytes=memory_with_room(40 * MIB))
     spec = gpu if kind == "cuda" else dataclasses.replace(resolve_device("cpu"), memory_bytes=40 * MIB)
     found = max_batch(perceptron(1), rows, device=spec, at_most=1)
-    left = gpu.memory_bytes - 40 * MIB if kind == "cuda" else math.floor(40 * MIB * DEFAULT_HEADROOM)
-    assert (found.headroom_bytes, found.budget_bytes) == (left, spec.memory_bytes - left)
+    assert found.budget_bytes == (40 if kind == "cuda" else 34) * MIB
     assert ("CUDA context" in repr(found)) == (kind == "cuda")
-    assert ("left free" in repr(found)) == (kind == "cpu")
 
 
 def test_a_batch_that_is_not_the_fastest_says_which_is() -> None:
@@ -328,14 +309,6 @@ def test_one_sample_does_not_fit() -> None:
         ({"device": "h1000"}, sacplan.errors.DeviceError, "unknown device"),
         ({"budget": "200GiB"}, sacplan.errors.BudgetError, "more than h100 has"),
         ({"budget": "-1GiB"}, sacplan.errors.BudgetError, "must be positive"),
-        ({"budget": "1GiB", "headroom": 0.1}, sacplan.errors.BudgetError, "give one of them"),
-        ({"headroom": 1.0}, sacplan.errors.BudgetError, "from 0 to below 1"),
-        ({"headroom": -0.1}, sacplan.errors.BudgetError, "from 0 to below 1"),
-        ({"headroom": float("nan")}, sacplan.errors.BudgetError, "from 0 to below 1"),
-        ({"headroom": True}, sacplan.errors.BudgetError, "from 0 to below 1"),
-        ({"headroom": "much"}, sacplan.errors.BudgetError, "headroom: .*cannot be read"),
-        ({"headroom": "80GiB"}, sacplan.errors.BudgetError, "all that h100 has"),
-        ({"headroom": "100%"}, sacplan.errors.BudgetError, "all that h100 has"),
         ({"at_most": 0}, sacplan.errors.PlanError, "at_most=0"),
         ({"at_most": 2.5}, sacplan.errors.PlanError, "at_most=2.5"),
         ({"at_most": True}, sacplan.errors.PlanError, "at_most=True"),

@@ -217,13 +217,8 @@ def test_the_verdict_says_whether_it_fits_and_by_how_much_not() -> None:
     assert "h100" in never.larger_devices
 
 
-def test_a_budget_is_not_called_headroom() -> None:
-    given = fitted("1GiB", sizes=False)
-    assert f"of the budget of {format_bytes(2**30)}." in given.sentence
-    assert "headroom" not in given.sentence
-    left = fitted(None, headroom="20%", sizes=False)
-    assert left.headroom_bytes == left.memory_bytes - left.budget_bytes
-    assert left.sentence.endswith("that 20% headroom leaves.")
+def test_the_sentence_names_the_budget() -> None:
+    assert f"of the budget of {format_bytes(2**30)}." in fitted("1GiB", sizes=False).sentence
 
 
 def test_a_remedy_that_cannot_be_compiled_says_so() -> None:

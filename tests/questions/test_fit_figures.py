@@ -44,7 +44,7 @@ def test_a_difference_is_that_of_what_is_written_of_both(a: int, b: int) -> None
 def verdict_of(row: FitRow) -> Verdict:
     return Verdict(
         model="M", parameters=1, batch=1, seq=None, optimizer="adamw", device="d", memory_bytes=100 * GIB,
-        budget_bytes=row.limit_bytes, budget=None, headroom_bytes=None, rows=(row,), recommended=None,
+        budget_bytes=row.limit_bytes, budget=None, rows=(row,), recommended=None,
         larger_devices=(), computed=(),
     )  # fmt: skip
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import sacplan
@@ -94,23 +93,6 @@ def test_stages_are_the_real_ones(schedule: str, tmp_path: Path) -> None:
         assert plan.units
         plan.save(tmp_path / f"{rank}.json")
     run_ranks(on_rank, (str(tmp_path), schedule), 2)
-
-
-def test_the_largest_rank_is_looked_for() -> None:
-    recorded = list[int]()
-
-    def profile_rank(rank: int) -> sacplan.Profile:
-        assert dist.get_rank() == rank
-        recorded.append(rank)
-        return sacplan.profile(nn.Linear(8, 8 + 8 * (rank % 3)), torch.randn(4, 8), optimizer=OPTIMIZER)
-
-    rank, profile = sacplan.largest_rank(4, profile_rank, "cpu")
-    assert (rank, recorded) == (2, [0, 1, 2, 3])
-    assert profile.peak_bytes > sacplan.largest_rank(4, profile_rank, "cpu", among=(0, 1))[1].peak_bytes
-    assert recorded[4:] == [0, 1]
-    with pytest.raises(sacplan.errors.PlanError, match="among name a rank"):
-        sacplan.largest_rank(4, profile_rank, "cpu", among=())
-    assert not dist.is_initialized()
 
 
 def test_a_stage_that_does_not_know_its_shapes() -> None:

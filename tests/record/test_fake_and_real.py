@@ -13,6 +13,7 @@ from torch import nn
 import sacplan
 from sacplan.record.step import Step
 from sacplan.running.measure import measured_step
+from tests.support.chunks import loss_in_slices
 from tests.support.steps import assert_predicted
 from tests.support.steps import mean_square as loss_fn
 from tests.zoo.language_models import TokenModel
@@ -124,7 +125,7 @@ def test_tensors_of_the_loss_function_count_once(where: str) -> None:
 
     loss_fn = in_closure if where == "closure" else in_globals
     profile = sacplan.profile(model, batch, loss_fn, device="cpu")
-    chunks = sacplan.policy("chunked-loss", slices=8, profile=profile)
+    chunks = loss_in_slices(profile, 8)
     for plan in (sacplan.policy("none", profile=profile), chunks, sacplan.plan(profile, "smallest")):
         assert_predicted(model, batch, plan, loss_fn)
 

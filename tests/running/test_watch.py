@@ -17,6 +17,7 @@ from sacplan.core.decisions import Recompute
 from sacplan.core.model_calls import larger_than
 from sacplan.running.watch import InputWatch, compiled_otherwise
 from sacplan.techniques.registry import why_uncompiled
+from tests.support.chunks import loss_in_slices
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FeedForward
 
@@ -35,7 +36,7 @@ def plan_of(device: str = "cpu", technique: str = "recompute") -> sacplan.Plan:
         model(), tokens(ROWS, TOKENS, VOCAB), cross_entropy, torch.optim.AdamW, device=device
     )
     if technique == "chunk":
-        return sacplan.policy("chunked-loss", profile=profile, slices=4)
+        return loss_in_slices(profile, 4)
     return sacplan.plan(profile, "smallest", "greedy")
 
 

@@ -6,13 +6,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from msgspec import structs
 from torch import nn
 
+import sacplan
+from benchmarks.harness.mixed_plans import plan_with
 from sacplan.core.decisions import Chunk
+from sacplan.techniques.chunk.entries import loss_chunks
 from sacplan.techniques.chunk.executor.install import InstalledChunks
 from sacplan.torch_compat.allocations import allocation_events
 
 VOCAB = 517
+
+
+def loss_in_slices(profile: sacplan.Profile, slices: int) -> sacplan.Plan:
+    """The plan that only runs the loss in slices, from the module on with which that saves most."""
+    step = profile.uncompiled
+    chunk = loss_chunks(step.program, step.spec).chunks[0]
+    return plan_with(profile, [structs.replace(chunk, slices=slices)])
 
 
 @contextmanager

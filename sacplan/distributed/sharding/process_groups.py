@@ -80,7 +80,7 @@ def ranks(
     Args:
         world_size: the number of all ranks.
         rank: the one that this process is. If ranks differ (stages of a pipeline, shards of uneven size),
-            ``largest_rank`` looks for the one with the largest peak.
+            record each, and take the one with the largest peak.
         device: what a rank runs on, the default of ``profile`` inside.
 
     Raises:

@@ -92,20 +92,10 @@ def unit_of(program: Program) -> str:
     return _stages(program, Rotor()).unit
 
 
-def is_longer(program: Program, solver: Rotor) -> bool:
-    """Whether the model's chain has more stages than it is solved with.
-
-    Raises:
-        PlanError: the model is no chain.
-    """
-    return len(find_cuts(program).boundary) > solver.stages
-
-
 def _stages(program: Program, solver: Rotor) -> Stages:
     """Return the stages of a program; made once, so that several budgets share them."""
-    if not is_longer(program, solver):
-        return stages_of(program)
-    return stages_of(program, solver.stages)
+    is_longer = len(find_cuts(program).boundary) > solver.stages
+    return stages_of(program, solver.stages) if is_longer else stages_of(program)
 
 
 def sequences(
