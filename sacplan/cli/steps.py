@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from sacplan.cli import options as o
 from sacplan.cli import show, sources
@@ -92,7 +92,7 @@ def plan(
     check_output(output, "plan", force=force)
     allowed = sources.check_early(budget, solver, technique)
     read = sources.profile_of(source, step, hf)
-    pins = {"keep": tuple(keep or ()), "never": tuple(never or ())}
+    pins: dict[str, Any] = {"keep": tuple(keep or ()), "never": tuple(never or ())}
     how = {"host_budget": host_budget, **allowed, **sources.mesh_of(mesh, allowed)}
     with stage("planning"):
         made = sacplan.plan(read.profile, budget, solver, objective=objective, **pins, **how)
