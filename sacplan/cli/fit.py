@@ -30,7 +30,7 @@ SCHEMA_VERSION = 1
 _OMITTED = ("solver", "techniques", "at_most")
 _FACTS = (
     "model", "parameters", "batch", "seq", "optimizer", "device", "memory_bytes", "budget_bytes", "budget",
-    "headroom_bytes", "larger_devices", "computed", "accumulation_steps", "devices", "compiled", "remarks", "fits",
+    "larger_devices", "computed", "accumulation_steps", "devices", "compiled", "remarks", "fits",
     "advice", "code",
 )  # fmt: skip
 
