@@ -107,9 +107,8 @@ class Report:
 
         Returns:
             By module, in the order of execution: ``kept_bytes`` (for the backward pass, or to recompute from),
-            ``discarded_bytes`` (to be recomputed; ``why`` says what runs in slices), ``recompute_ms``,
-            ``recompute_share``, ``forward_ms`` and ``why``. Costs in ``why`` are of the whole row: µs of recomputation
-            that nothing else needs, per MiB. Without a plan, it says what discarding would cost.
+            ``discarded_bytes`` (to be recomputed), ``recompute_ms``, ``recompute_share``, ``forward_ms`` and ``why``:
+            in slices, discarded (the larger part), or kept, and what prevents discarding.
         """
         return _frame(module_rows(self.profile, self.plan), ModuleRow)
 

@@ -1,4 +1,4 @@
-"""Reports: what they say adds up to the peak, byte for byte, and their costs are what the rewritten step takes."""
+"""Reports: what they say adds up to the peak, byte for byte."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from torch import nn
 import sacplan
 from sacplan.core.budget import format_bytes
 from sacplan.core.call_sites import ops_of
-from sacplan.core.program import ROOT_SCOPE, Phase
-from sacplan.report.modules import KeptAndDiscarded, module_rows
+from sacplan.core.program import Phase
+from sacplan.report.modules import module_rows
 from sacplan.report.timeline import timeline_of
-from sacplan.techniques.recompute.rewrite import discarded_ops, recompute_ops, recomputed
+from sacplan.techniques.recompute.rewrite import discarded_ops, recomputed
 from tests.support.plans import discarding
 from tests.zoo.language_models import LM, cross_entropy, tokens
 from tests.zoo.layers import FromFunction
@@ -151,7 +151,7 @@ def test_the_table_adds_up(case: SimpleNamespace) -> None:
         # what recipes start from is held besides what autograd asked for
         assert table["kept_bytes"].sum() + table["discarded_bytes"].sum() >= saved_bytes
         assert table["discarded_bytes"].sum() > 0
-        assert table["why"].str.len().min() > 10
+        assert ((table["why"] == "discarded") == (table["discarded_bytes"] > table["kept_bytes"])).all()
 
 
 def test_kept_and_discarded_are_what_is_alive_when_the_backward_begins(case: SimpleNamespace) -> None:
@@ -174,40 +174,6 @@ def test_kept_and_discarded_are_what_is_alive_when_the_backward_begins(case: Sim
     assert abs(alive({}) - alive(case.plan.discarded) - saved) <= states
 
 
-def test_costs_are_what_the_rewritten_step_takes(case: SimpleNamespace) -> None:
-    program, plan = case.profile.program, case.plan
-    state = KeptAndDiscarded(program, recomputed(program, plan.discarded), plan.discarded)
-    units = {i for i, scope in enumerate(program.scopes) if scope.parent == ROOT_SCOPE}
-    base = dict(discarded_ops(program, plan.discarded))
-
-    def recompute_ms(discarded: dict[int, int]) -> float:
-        return program.with_(recompute_ops(program, discarded, units)).footprint.recompute_ms
-
-    paid = asked = 0
-    by_module: dict[str, tuple[list[int], list[int]]] = {}
-    for s in sorted(state.discarded | state.kept):
-        scope = program.ops[state.made[s]].scope
-        if scope != ROOT_SCOPE:
-            lists = by_module.setdefault(program.scopes[scope].fqn, ([], []))
-            if s in state.discarded:
-                lists[0].append(s)
-            elif state.discardable(s):
-                lists[1].append(s)
-    for gone, held in by_module.values():
-        if gone:
-            paid += 1
-            without = {op: n for op, n in base.items() if op not in {state.made[s] for s in gone}}
-            saved = recompute_ms(base) - recompute_ms(without)
-            assert state.cost_paid(gone).recompute_ms == pytest.approx(saved, abs=1e-9)
-        cost = state.cost_of_discarding(held) if held else None
-        if cost is not None:
-            asked += 1
-            more = recompute_ms(dict.fromkeys(cost.ops, 1) | base) - recompute_ms(base)
-            assert cost.recompute_ms == pytest.approx(more, abs=1e-9)
-    assert paid
-    assert asked
-
-
 def test_reasons() -> None:
     parts = {
         "inner": nn.Linear(64, 256),
@@ -220,11 +186,7 @@ def test_reasons() -> None:
     why = sacplan.Report(profile, sacplan.plan(profile, "smallest")).module_table()["why"]
     assert why["drop"] == "keeps nothing for the backward pass"
     assert why["sum"] == "kept: cumsum must not run a second time"
-    assert re.match(r"(kept|discarded): running gelu again (would take|takes) ", why["act"])
-    free = sacplan.Report(profile).module_table()["why"]
-    assert re.match(
-        r"could be discarded: running gelu again would take .* and save .* MiB \(.* µs per MiB\)", free["act"]
-    )
+    assert why["act"] == "kept"
 
 
 def test_a_tensor_written_in_place_is_said_to_be() -> None:
