@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,12 @@ from sacplan.core.budget import format_bytes
 from sacplan.core.elements import pattern_of
 from sacplan.core.names import numbers_of, short_op, shown_module
 from sacplan.core.program import Phase, StorageKind
+from sacplan.planning.layers import read_layers
 from sacplan.planning.plan import Plan
 from sacplan.planning.reading import plan_rows
 from sacplan.profiling.profile import Profile
 from sacplan.questions.alive import WORKSPACE, AliveGroup, peak_groups
 from sacplan.questions.parts import peak_in_words
-from sacplan.report.chunks import chunk_rows
 from sacplan.report.figures import (
     BUCKETS,
     GIB,
@@ -117,20 +117,16 @@ def _code(profile: Profile, plan: Plan) -> str:
 
 
 def _chunks(profile: Profile, plan: Plan) -> dict[str, Any] | None:
-    """Return the chunks of a plan, how exact they are, and why the loss cannot run in slices, for each module.
-
-    None for a plan that may not use chunks.
-    """
+    """Return what a plan runs in slices, or why the loss cannot. None for a plan that may not use chunks."""
     if "chunk" not in plan.provenance.techniques:
         return None
-    exactness = f"Gradients are {plan.gradients}: {plan.why_gradients}"
-    refused: Mapping[str, str] = {}
-    if profile.mode == "train":
-        refused = loss_chunks(profile.program, profile.spec).refused
-    else:
-        exactness = "The output is close: kernels may round slices otherwise"
-    refusals = [f"from {unit} on: {why}" for unit, why in refused.items()]
-    return {"rows": chunk_rows(profile, plan), "exactness": exactness, "refusals": refusals}
+    trains = profile.mode == "train"
+    refused = loss_chunks(profile.program, profile.spec).refused if trains else {}
+    return {
+        "sliced": [f"{layer.name}: {text}" for layer in read_layers(plan) for text in layer.sliced],
+        "exactness": "" if trains else "The output is close: kernels may round slices otherwise.",
+        "refusals": [f"from {unit} on: {why}" for unit, why in refused.items()],
+    }
 
 
 def _made(group: AliveGroup) -> str:

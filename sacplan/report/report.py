@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sacplan.core.arguments import checked, opened
 from sacplan.core.program import Program
@@ -18,9 +17,8 @@ from sacplan.profiling.profile import Profile, ProfileOrPath
 from sacplan.questions.alive import peak_groups
 from sacplan.questions.parts import peak_in_words
 from sacplan.questions.planned import planned
-from sacplan.report.chunks import ChunkRow, chunk_rows
 from sacplan.report.figures import check_frontier, draw_frontier, draw_memory
-from sacplan.report.modules import ModuleRow, module_rows
+from sacplan.report.modules import module_rows
 from sacplan.report.timeline import panels_of
 
 if TYPE_CHECKING:
@@ -110,17 +108,9 @@ class Report:
             ``discarded_bytes`` (to be recomputed), ``recompute_ms``, ``recompute_share``, ``forward_ms`` and ``why``:
             in slices, discarded (the larger part), or kept, and what prevents discarding.
         """
-        return _frame(module_rows(self.profile, self.plan), ModuleRow)
+        import pandas as pd
 
-    def chunk_table(self) -> pd.DataFrame:
-        """List what the plan runs in slices. Chunks of modules that are alike share a row.
-
-        Returns:
-            By ``module``: ``count``, ``what`` runs in slices, ``slices``, ``rows`` (of the axis that is sliced),
-            ``dim``, ``added_ms`` (how much longer the step takes with the chunks of the row alone), and ``peak_bytes``
-            of the step with the rest of the plan and without them.
-        """
-        return _frame(chunk_rows(self.profile, self.plan), ChunkRow)
+        return pd.DataFrame(module_rows(self.profile, self.plan)).set_index("module")
 
     # --- figures
 
@@ -243,11 +233,3 @@ class Report:
         with replacing(path) as part:  # never compressed: the viewer reads plain pickles
             part.write_bytes(contents)
         return Path(path)
-
-
-def _frame(rows: Sequence[Any], kind: type) -> pd.DataFrame:
-    """Return rows, values of a dataclass, as a table whose index is the first field."""
-    import pandas as pd
-
-    names = [field.name for field in fields(kind)]
-    return pd.DataFrame([asdict(row) for row in rows], columns=names).set_index(names[0])
