@@ -73,10 +73,10 @@ def frontier(
 
 @command(
     "report",
-    "A page, figures and a memory snapshot.",
+    "A page and a memory snapshot.",
     examples=[
         "sacplan report profile.json.gz plan.json -o report.html",
-        "sacplan report train.py:make --budget 70% -o report.html --png pictures --snapshot step.pickle",
+        "sacplan report train.py:make --budget 70% -o report.html --snapshot step.pickle --no-frontier",
     ],
 )
 def report(
@@ -84,7 +84,6 @@ def report(
     plan_file: Annotated[str | None, o.argument("plan_of_source")] = None,
     *,
     output: Annotated[Path | None, o.output("the page (.html)")] = None,
-    png: Annotated[Path | None, o.option("png")] = None,
     snapshot: Annotated[Path | None, o.option("snapshot")] = None,
     budget: o.Budget = None,
     headroom: o.Headroom = None,
@@ -103,13 +102,10 @@ def report(
     import sacplan
     from sacplan.planning.reading import ranks_text
 
-    if output is None and png is None and snapshot is None:
-        raise OutputError(
-            "nothing to write: give -o report.html, --png DIR, --snapshot step.pickle, or several."
-        )
+    if output is None and snapshot is None:
+        raise OutputError("nothing to write: give -o report.html, --snapshot step.pickle, or both.")
     check_output(output, "report", force=force)
     check_output(snapshot, "snapshot", force=force)
-    _check_directory(png, force=force)
     if plan_file is not None and (budget is not None or headroom is not None):
         asked = "--headroom" if budget is None else "--budget"
         raise TargetError(f"give a plan ({plan_file}) or a {asked} to make one for, not both.")
@@ -136,7 +132,7 @@ def report(
         # The frontier shows what else this plan could have been, so its plans may do the same things.
         allowed = allowed or {"techniques": plan.provenance.techniques}
     # The snapshot shows no frontier, and computing one takes long.
-    curve = sources.curve(profile, points, **allowed) if frontier and (output or png) else None
+    curve = sources.curve(profile, points, **allowed) if frontier and output else None
     shown = sacplan.Report(profile, plan, curve)
     written: list[Path] = []
     with stage("writing"):
@@ -144,8 +140,6 @@ def report(
             written.append(shown.write(output))
         if snapshot is not None:
             written.append(shown.write_snapshot(snapshot))
-        if png is not None:
-            written += shown.save_figures(png, _FORMATS)
     facts = {
         "command": "report",
         **show.target_facts(read.target),
@@ -179,23 +173,6 @@ def _plan_to_show(
         )
         return None
     return made
-
-
-_FIGURES = ("memory", "frontier")
-_FORMATS = ("png", "svg")
-
-
-def _check_directory(directory: Path | None, *, force: bool) -> None:
-    """Raise ``OutputError`` before any work if figures cannot be written there, or would replace other files."""
-    if directory is None:  # no figures were asked for
-        return
-    if not directory.exists() and not directory.parent.is_dir():
-        raise OutputError(f"{directory} cannot be made: there is no directory {directory.parent}.")
-    if directory.exists() and not directory.is_dir():
-        raise OutputError(f"{directory} is a file; --png takes a directory.")
-    for name in _FIGURES if directory.exists() else ():
-        for suffix in _FORMATS:
-            check_output(directory / f"{name}.{suffix}", "figure", force=force)
 
 
 @command(

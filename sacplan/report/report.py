@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 REST = "(smaller ones)"
-_FORMATS = ("png", "svg", "pdf")
 
 
 class Report:
@@ -152,38 +151,6 @@ class Report:
                 "this report has no frontier: sacplan.Report(profile, plan, sacplan.frontier(profile))."
             )
         return draw_frontier(self.profile, self.frontier, self.plan, (7.2, 4.3))
-
-    @checked(PlanError)
-    def save_figures(self, directory: str | Path, formats: Iterable[str] = ("png", "svg")) -> list[Path]:
-        """Write the figures to a directory, which is created if it does not exist.
-
-        ``memory`` is always written, ``frontier`` if the report has one.
-
-        Args:
-            directory: Where the files go.
-            formats: Of ``"png"``, ``"svg"`` and ``"pdf"``.
-
-        Returns:
-            The files that were written.
-
-        Raises:
-            PlanError: An unknown format; matplotlib is not installed.
-        """
-        # All arguments are checked before the directory is made.
-        formats = [formats] if isinstance(formats, str) else list(formats)
-        if not formats or any(one not in _FORMATS for one in formats):
-            raise PlanError(f"formats={formats!r}: give some of {', '.join(map(repr, _FORMATS))}.")
-        figures = {"memory": self.memory_figure()}
-        if self.frontier is not None:
-            figures["frontier"] = self.frontier_figure()
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        written = []
-        for name, figure in figures.items():
-            for suffix in formats:
-                written.append(Path(directory, f"{name}.{suffix}"))
-                with replacing(written[-1]) as part:
-                    figure.savefig(part, dpi=144)
-        return written
 
     # --- files
 

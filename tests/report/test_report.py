@@ -10,7 +10,6 @@ from collections import OrderedDict
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -259,31 +258,7 @@ def test_the_frontier_shows_every_row(gpu: SimpleNamespace) -> None:
     assert drawn["this plan"].get_xdata()[0] * 2**20 == pytest.approx(gpu.plan.peak_bytes)
 
 
-@pytest.mark.slow
-def test_files_are_written_and_pyplot_is_left_alone(gpu: SimpleNamespace, tmp_path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    before = plt.get_fignums()
-    written = sacplan.Report(gpu.profile, gpu.plan, gpu.frame).save_figures(tmp_path / "new")
-    assert sorted(p.name for p in written) == sorted(
-        f"{name}.{suffix}" for name in ("memory", "frontier") for suffix in ("png", "svg")
-    )
-    for path in written:
-        if path.suffix == ".png":
-            assert path.read_bytes().startswith(b"\x89PNG")
-        else:
-            assert ElementTree.parse(path).getroot().tag.endswith("svg")
-    assert plt.get_fignums() == before
-    assert [p.name for p in sacplan.Report(gpu.profile).save_figures(tmp_path, formats=["svg"])] == [
-        "memory.svg"
-    ]
-
-
-def test_what_cannot_be_drawn_is_refused(
-    gpu: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(sacplan.errors.PlanError, match="'gif'"):
-        sacplan.Report(gpu.profile).save_figures(tmp_path, formats=["png", "gif"])
+def test_what_cannot_be_drawn_is_refused(gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(sacplan.errors.PlanError, match="'recompute_share'"):
         sacplan.Report(gpu.profile, None, gpu.frame.drop(columns="recompute_share"))
     with pytest.raises(sacplan.errors.PlanError, match="no rows"):
