@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sacplan.core.elements import pattern_of
-from sacplan.core.names import OUTSIDE, module_of, pattern_over, short_op
+from sacplan.core.names import OUTSIDE, module_of, one_name, short_op
 from sacplan.core.program import Event, Phase, Program
 from sacplan.planning.plan import Plan
 from sacplan.profiling.profile import Profile
@@ -42,7 +42,7 @@ class ModuleRow:
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Modules of one pattern with equal rows: ``module`` has ``*`` for the numbers that differ.
+    """Modules of one pattern with equal rows: ``module`` has the numbers that differ.
 
     ``row`` is the row of one of them. Sums over the group are ``count`` times its values.
     """
@@ -50,7 +50,6 @@ class RowGroup:
     module: str
     count: int
     row: ModuleRow
-    members: tuple[str, ...]
 
 
 def grouped(rows: Iterable[ModuleRow]) -> list[RowGroup]:
@@ -60,10 +59,7 @@ def grouped(rows: Iterable[ModuleRow]) -> list[RowGroup]:
         n_bytes = (row.kept_bytes, row.discarded_bytes)
         times = (round(row.recompute_ms, 6), round(row.forward_ms, 6))
         found[pattern_of(row.module), n_bytes, times, row.why].append(row)
-    return [
-        RowGroup(pattern_over(r.module for r in same), len(same), same[0], tuple(r.module for r in same))
-        for same in found.values()
-    ]
+    return [RowGroup(one_name([r.module for r in same]), len(same), same[0]) for same in found.values()]
 
 
 @dataclass(slots=True)

@@ -165,7 +165,7 @@ class Report:
     def write(self, path: str | Path) -> Path:
         """Write an HTML page: one file that loads nothing from the network. Return the path.
 
-        It shows the headline figures, how to use the plan, memory over the step with what is alive at the peak, the
+        It shows the headline figures, memory over the step with what is alive at the peak, the
         frontier, and what each module keeps and discards and why. If the plan may use chunks, it also shows them.
 
         Args:
