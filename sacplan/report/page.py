@@ -15,8 +15,8 @@ from markupsafe import Markup
 
 import sacplan
 from sacplan.core.budget import format_bytes
-from sacplan.core.names import short_op, shown_module
-from sacplan.core.program import Phase, StorageKind
+from sacplan.core.names import short_op
+from sacplan.core.program import StorageKind
 from sacplan.planning.layers import read_layers
 from sacplan.planning.plan import Plan
 from sacplan.planning.reading import plan_rows
@@ -34,7 +34,7 @@ from sacplan.report.figures import (
 )
 from sacplan.report.modules import NOTHING, grouped, module_rows
 from sacplan.report.palette import STACK, css_name, css_variables
-from sacplan.report.timeline import Panel, buckets_of, panels_of
+from sacplan.report.panels import Panel, buckets_of, panels_of
 from sacplan.techniques.chunk.entries import loss_chunks
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _image(figure: Figure) -> str:
 
 def _panel(profile: Profile, panel: Panel, scale: Sequence[Panel]) -> dict[str, Any]:
     """Return a chart of memory over the step, and the table under it."""
-    peak_bytes = panel.timeline.peak_bytes
+    peak_bytes = panel.peak_bytes
     groups = peak_groups(profile, panel.program)
     figure = draw_memory([panel], scale, _CHART, sampled=True)
     plot = figure.axes[0].get_position()
@@ -133,7 +133,7 @@ def _panel(profile: Profile, panel: Panel, scale: Sequence[Panel]) -> dict[str, 
     return {
         "said": f"{panel.title}: memory over the step, peak {format_bytes(peak_bytes)}.",
         "image": _image(figure),
-        "moments": _moments(profile, panel, max(p.timeline.end_ms for p in scale) or 1.0) | {"plot": area},
+        "moments": _moments(profile, panel, max(p.end_ms for p in scale) or 1.0) | {"plot": area},
         "alive": [(g, _COLOURS.get(g.kind, css_name(StorageKind.OTHER))) for g in groups[:_ALIVE_ROWS]],
         "rest": groups[_ALIVE_ROWS:],
         "peak_bytes": peak_bytes,
@@ -142,24 +142,22 @@ def _panel(profile: Profile, panel: Panel, scale: Sequence[Panel]) -> dict[str, 
 
 def _moments(profile: Profile, panel: Panel, x_max: float) -> dict[str, Any]:
     """Return the texts under the pointer: bytes by kind and the op that runs, for each bucket of time."""
-    program, timeline, model = panel.program, panel.timeline, profile.fingerprint.model_class
-    entries = list(buckets_of(timeline, x_max / BUCKETS))
-    kinds = [k for k in STACK if timeline.kind_bytes[:, k].any()]
+    timeline = panel.timeline.iloc[list(buckets_of(panel, x_max / BUCKETS))]
+    names = {kind.name.lower(): name for kind, name in STACK.items()}
+    kinds = [kind for kind in names if panel.timeline[kind].any()]
     texts: dict[str, int] = {}
     runs = []
-    for entry in entries:
-        op = int(timeline.ops[entry])
-        phase = Phase(int(timeline.phases[entry])).name.lower()
-        again = ", again" if timeline.recomputed[entry] else ""
-        said = f"{phase}: {short_op(program.ops[op].name)} of {shown_module(program, op, model)}{again}"
+    for row in timeline.itertuples():
+        module, again = row.module or profile.fingerprint.model_class, ", again" * row.recomputed
+        said = f"{row.phase}: {short_op(row.op)} of {module}{again}"
         # Texts repeat from bucket to bucket, so the page has each once, and their numbers.
         runs.append(texts.setdefault(said, len(texts)))
-    mib = timeline.kind_bytes[entries][:, kinds] / MIB
+    mib = timeline[kinds].to_numpy() / MIB
     return {
         "width": x_max / BUCKETS,
         "x_max": x_max,
-        "kinds": [STACK[k] for k in kinds],
-        "mib": mib.round(1 if timeline.peak_bytes >= GIB else 3).tolist(),
+        "kinds": [names[kind] for kind in kinds],
+        "mib": mib.round(1 if panel.peak_bytes >= GIB else 3).tolist(),
         "runs": runs,
         "texts": list(texts),
     }

@@ -19,7 +19,7 @@ from sacplan.questions.parts import peak_in_words
 from sacplan.questions.planned import planned
 from sacplan.report.figures import check_frontier, draw_frontier, draw_memory
 from sacplan.report.modules import module_rows
-from sacplan.report.timeline import panels_of
+from sacplan.report.panels import panels_of
 
 if TYPE_CHECKING:
     import pandas as pd

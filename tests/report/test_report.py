@@ -18,9 +18,10 @@ from torch import nn
 import sacplan
 from sacplan.core.budget import format_bytes
 from sacplan.core.call_sites import ops_of
-from sacplan.core.program import Phase
+from sacplan.core.program import Phase, StorageKind
+from sacplan.profiling.timeline import timeline_of
 from sacplan.report.modules import module_rows
-from sacplan.report.timeline import timeline_of
+from sacplan.report.panels import Panel
 from sacplan.techniques.recompute.rewrite import discarded_ops, recomputed
 from tests.support.plans import discarding
 from tests.zoo.language_models import LM, cross_entropy, tokens
@@ -155,15 +156,10 @@ def test_the_table_adds_up(case: SimpleNamespace) -> None:
 def test_kept_and_discarded_are_what_is_alive_when_the_backward_begins(case: SimpleNamespace) -> None:
     """Of the model's own tensors; the plan's figures against those of the step without it."""
     program = case.profile.program
-    start = next(i for i, op in enumerate(program.ops) if op.phase == Phase.BACKWARD)
 
     def alive(decisions: dict) -> int:
         line = timeline_of(recomputed(program, decisions))
-        at = next(i for i, op in enumerate(line.ops.tolist()) if op == start and not line.recomputed[i])
-        before = at
-        while line.recomputed[before - 1]:
-            before -= 1
-        return int(line.live_bytes[before - 1])
+        return int(line["total_bytes"][line.index[line["phase"] == "backward"][0] - 1])
 
     table = sacplan.Report(case.profile, case.plan).module_table()
     states = sum(program.ops[i].state_bytes for i in discarded_ops(program, case.plan.discarded))
@@ -206,15 +202,16 @@ def test_the_timeline_is_the_step_on_a_time_axis(case: SimpleNamespace) -> None:
     for plan in _plans(case):
         decisions = plan.discarded if plan else {}
         found = case.profile.footprint(decisions)
-        line = timeline_of(recomputed(case.profile.program, decisions))
-        assert line.peak_bytes == found.peak_bytes
-        assert (line.kind_bytes.sum(axis=1) == line.live_bytes).all()
-        assert (line.kind_bytes >= 0).all()
-        assert line.end_ms == pytest.approx(case.profile.program.step_ms + found.recompute_ms)
-        assert tuple(line.ops[line.recomputed]) == found.again
-        assert (np.diff(line.start_ms) >= 0).all()
-        spans = line.phase_spans()
-        assert [phase for phase, _, _ in spans] == [Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER]
+        panel = Panel("", recomputed(case.profile.program, decisions), None)
+        line, by_kind = panel.timeline, panel.timeline[[kind.name.lower() for kind in StorageKind]]
+        assert panel.peak_bytes == found.peak_bytes
+        assert (by_kind.sum(axis=1) == line["total_bytes"]).all()
+        assert (by_kind >= 0).all(axis=None)
+        assert panel.end_ms == pytest.approx(case.profile.program.step_ms + found.recompute_ms)
+        again = [case.profile.program.ops[i].name for i in found.again]
+        assert line["op"][line["recomputed"]].tolist() == again
+        assert line["start_ms"].is_monotonic_increasing
+        assert [phase for phase, _, _ in panel.phase_spans()] == ["forward", "backward", "optimizer"]
 
 
 # --- figures ------------------------------------------------------------------------------------------------
@@ -225,15 +222,16 @@ def test_the_stack_is_what_is_alive(gpu: SimpleNamespace) -> None:
     assert len(figure.axes) == 2
     for axis, decisions in zip(figure.axes, ({}, gpu.plan.discarded), strict=True):
         line = timeline_of(recomputed(gpu.profile.program, decisions))
+        highest = line["total_bytes"].max()
         drawn = {artist.get_label(): artist for artist in axis.lines}
         alive = drawn["alive"].get_ydata() * 2**20
-        assert np.allclose(alive[:-1], line.live_bytes, atol=1)
+        assert np.allclose(alive[:-1], line["total_bytes"], atol=1)
         top = max(area.get_path().vertices[:, 1].max() for area in axis.patches)
-        assert top * 2**20 == pytest.approx(line.peak_bytes)
+        assert top * 2**20 == pytest.approx(highest)
         assert drawn[f"budget {format_bytes(gpu.plan.budget_bytes)}"].get_ydata()[0] * 2**20 == pytest.approx(
             gpu.plan.budget_bytes
         )
-        assert drawn["peak"].get_ydata()[0] * 2**20 == pytest.approx(line.peak_bytes)
+        assert drawn["peak"].get_ydata()[0] * 2**20 == pytest.approx(highest)
         assert axis.get_xlim()[1] >= gpu.profile.program.step_ms + gpu.plan.recompute_ms
     assert len(sacplan.Report(gpu.profile).memory_figure().axes) == 1
 
