@@ -48,7 +48,7 @@ def policy(profile: sacplan.Profile) -> sacplan.Plan:
 def test_the_policy_computes_the_loss_in_so_many_slices(
     model: LM, profile: sacplan.Profile, policy: sacplan.Plan
 ) -> None:
-    assert policy.decisions == (Chunk("head", "rest", 8, 1, accumulate="parameter"),)
+    assert policy.decisions == (Chunk("head", "rest", 8, 1),)
     assert (policy.status, policy.solver, policy.gradients) == ("policy", "policy-chunked-loss-8", "close")
     assert policy.provenance.options == {"mode": "chunked-loss", "slices": 8}
     assert policy.provenance.techniques == ("chunk",)
