@@ -17,7 +17,7 @@ from sacplan.device.device_memory import beyond_peak_bytes, reserved_bytes
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.outside_allocator import outside_text
 from sacplan.distributed.ranks.ranks import ONE_RANK
-from sacplan.errors import PlanError, PlanMismatch, SacplanWarning
+from sacplan.errors import PlanError, SacplanWarning
 from sacplan.planning.limits import EXPANDABLE_SEGMENTS, Limit, Room
 from sacplan.planning.make import outcome_of
 from sacplan.planning.plan import Plan, PlanOrPath
@@ -25,15 +25,12 @@ from sacplan.planning.request import Request
 from sacplan.profiling.profile import Profile
 from sacplan.profiling.remarks import no_optimizer
 from sacplan.profiling.tracing import StepRequest, Trace, trace_step, warn_of_step
-from sacplan.questions.alive import AliveGroup, peak_groups
-from sacplan.questions.parts import moment_of
+from sacplan.questions.parts import peak_in_words
 from sacplan.questions.planned import planned
 from sacplan.record.step import LossFn, Mode
-from sacplan.running.verify import Verification, verify
 
 __all__ = ["assert_step_fits"]
 
-_SHOWN = 8  # groups of tensors alive at the peak; the others are summed up
 _WIDTH = 110
 
 
@@ -77,7 +74,7 @@ def assert_step_fits(
         AssertionError: the peak is over the budget, or the step does not fit the device. The message says by how
             much, where the peak is, what is alive then, and what would make it smaller.
         BudgetError: a budget that cannot be read.
-        PlanMismatch: the plan is for another model, batch or device.
+        PlanMismatch: the plan was made for another step: model, batch, device, optimizer or loss. Make it again.
         PlanError: neither a device nor a plan.
         TraceError, DeviceError: as ``sacplan.profile``.
 
@@ -111,36 +108,11 @@ def assert_step_fits(
         warnings.warn(f"{missing}. Give the optimizer=.", SacplanWarning, stacklevel=3)
     program = found.program
     if plan is not None:
-        _check_plan(found, plan)
-        try:
-            program = planned(found, plan)
-        except PlanMismatch:
-            # The decisions do not fit the recording. ``apply`` would still carry out those that match its ops, so the
-            # peak is not known without running a step with the plan applied.
-            seen = verify(model, batch, plan, loss_fn, optimizer, accumulation_steps=accumulation_steps)
-            if seen.peak_bytes > room.n_bytes:
-                raise AssertionError(_lines(_of_another_step(found, seen, room.n_bytes))) from None
-            return found
-        # In the other branch ``verify`` has warned already.
+        program = planned(found, plan)
         warn_of(plan.fingerprint.setup.differences(found.fingerprint.setup), stacklevel=3)
     if program.footprint.peak_bytes > room.for_peak(program):
         raise AssertionError(_lines(_report(found, plan, program, room, limit)))
     return found
-
-
-def _check_plan(found: Profile, plan: Plan) -> None:
-    """Raise ``PlanMismatch`` for a plan of another device or batch."""
-    # Kernels and rounding depend on the device, so decisions for another one have other figures.
-    if plan.device != found.device:
-        raise PlanMismatch(
-            f"the plan is for {plan.device}, but the step is checked for {found.device}. Leave device= out, or make a "
-            "plan for that device."
-        )
-    if not plan.fingerprint.is_of_same(found.fingerprint):
-        raise PlanMismatch(
-            f"the plan was made for another batch ({plan.fingerprint.batch_in_words}) than the one given here "
-            f"({found.fingerprint.batch_in_words}). Give the batch that it was made for, or make it again."
-        )
 
 
 def _report(found: Profile, plan: Plan | None, program: Program, room: Room, limit: Limit) -> Iterator[str]:
@@ -151,8 +123,7 @@ def _report(found: Profile, plan: Plan | None, program: Program, room: Room, lim
         yield _in_room(found, program, room)
     if plan is not None:
         yield f"This is with the plan; without it, the peak is {format_bytes(found.peak_bytes)}."
-    yield f"The peak is {moment_of(found, program)}. Alive then:"
-    yield from _rows(peak_groups(found, program))
+    yield peak_in_words(found, program)
     outcome = outcome_of(Request(limit), found, looks_further=True)
     if outcome.plan is None:
         yield f"No plan helps: {outcome.error}"
@@ -179,17 +150,6 @@ def _in_room(found: Profile, program: Program, room: Room) -> str:
     )
 
 
-def _of_another_step(found: Profile, seen: Verification, budget_bytes: int) -> Iterator[str]:
-    """Yield paragraphs for a plan that was made for another step: other ops, another loss or optimizer."""
-    yield from _verdict(found, seen.peak_bytes, budget_bytes)
-    yield (
-        "This is with the plan, which was made for a step that takes "
-        f"{format_bytes(seen.predicted_peak_bytes)} with it. Make the plan again. What is not as planned:"
-    )
-    different = [*map(str, seen.setup_differences), *map(str, seen.differences)]
-    yield from (f"- {one}" for one in different or ["the ops outside of what the plan changes"])
-
-
 def _verdict(found: Profile, peak: int, budget_bytes: int) -> Iterator[str]:
     rank = " on each rank" if found.ranks.devices > 1 else ""
     yield (
@@ -202,32 +162,7 @@ def _verdict(found: Profile, peak: int, budget_bytes: int) -> Iterator[str]:
 
 
 def _lines(paragraphs: Iterable[str]) -> str:
-    """Wrap paragraphs, but not the rows of a table."""
+    """Wrap paragraphs."""
     return "\n".join(
-        line
-        for one in paragraphs
-        for line in ([one] if one.startswith(" ") else textwrap.wrap(one, _WIDTH, subsequent_indent="  "))
+        line for one in paragraphs for line in textwrap.wrap(one, _WIDTH, subsequent_indent="  ")
     )
-
-
-def _rows(groups: list[AliveGroup]) -> list[str]:
-    """Return rows for the largest groups, and a last row for the others."""
-    rows = [f"  {format_bytes(group.n_bytes):>11}  {_row(group)}" for group in groups[:_SHOWN]]
-    rest = groups[_SHOWN:]
-    if rest:
-        rows.append(
-            f"  {format_bytes(sum(g.n_bytes for g in rest)):>11}  {sum(g.count for g in rest)} smaller ones"
-        )
-    return rows
-
-
-def _row(group: AliveGroup) -> str:
-    """Describe a group: ``matmul of layers.*.mlp.0, activation, 2 of 256.00 KiB``."""
-    where = group.module if group.module.startswith("(") else f"of {group.module}"
-    words = [
-        f"{group.op} {where}",
-        "" if group.kind in (group.op, "other") else group.kind,
-        "recomputed" * group.recomputed,
-        f"{group.count} of {format_bytes(group.each_bytes)}" if group.count > 1 else "",
-    ]
-    return ", ".join(word for word in words if word)

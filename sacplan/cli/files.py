@@ -14,7 +14,7 @@ import msgspec
 from sacplan.cli.exits import OutputError
 from sacplan.core.files import read
 
-Kind = Literal["plan", "profile", "curve", "report", "snapshot", "figure"]
+Kind = Literal["plan", "profile", "curve", "report", "snapshot"]
 
 _HEAD_CHARACTERS = 4096
 # A pattern that files of each kind contain, and whether it lies within the first characters.
@@ -24,7 +24,6 @@ _SIGNS: dict[Kind, tuple[str, bool]] = {
     "curve": (r"\Asolver,budget_bytes,peak_bytes,", True),
     "report": (r"<footer>[^<]*Made by sacplan|<meta name=.generator. content=.sacplan", False),
     "snapshot": (r"predicted_by.{1,6}sacplan", True),
-    "figure": (r"atplotlib", True),  # which writes its name into what it draws
 }
 
 

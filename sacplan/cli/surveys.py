@@ -69,10 +69,10 @@ def frontier(
 
 @command(
     "report",
-    "A page, figures and a memory snapshot.",
+    "A page and a memory snapshot.",
     examples=[
         "sacplan report profile.json.gz plan.json -o report.html",
-        "sacplan report profile.json.gz --png pictures --snapshot step.pickle --no-frontier",
+        "sacplan report profile.json.gz --snapshot step.pickle --no-frontier",
     ],
 )
 def report(
@@ -80,7 +80,6 @@ def report(
     plan_file: Annotated[str | None, o.argument("plan_of_profile")] = None,
     *,
     output: Annotated[Path | None, o.output("the page (.html)")] = None,
-    png: Annotated[Path | None, o.option("png")] = None,
     snapshot: Annotated[Path | None, o.option("snapshot")] = None,
     frontier: Annotated[bool, o.option("frontier", show_default=True)] = True,
     points: o.Points = 8,
@@ -90,13 +89,10 @@ def report(
     import sacplan
     from sacplan.planning.reading import ranks_text
 
-    if output is None and png is None and snapshot is None:
-        raise OutputError(
-            "nothing to write: give -o report.html, --png DIR, --snapshot step.pickle, or several."
-        )
+    if output is None and snapshot is None:
+        raise OutputError("nothing to write: give -o report.html, --snapshot step.pickle, or both.")
     check_output(output, "report", force=force)
     check_output(snapshot, "snapshot", force=force)
-    _check_directory(png, force=force)
     if not is_json_file(profile_file):
         raise TargetError(
             f"{profile_file} is no saved profile; make one: sacplan profile {profile_file} -o profile.json.gz."
@@ -110,7 +106,7 @@ def report(
     # The frontier shows what else this plan could have been, so its plans may do the same things.
     allowed = {} if plan is None else {"techniques": plan.provenance.techniques}
     # The snapshot shows no frontier, and computing one takes long.
-    curve = sources.curve(profile, points, **allowed) if frontier and (output or png) else None
+    curve = sources.curve(profile, points, **allowed) if frontier and output else None
     shown = sacplan.Report(profile, plan, curve)
     written: list[Path] = []
     with stage("writing"):
@@ -118,8 +114,6 @@ def report(
             written.append(shown.write(output))
         if snapshot is not None:
             written.append(shown.write_snapshot(snapshot))
-        if png is not None:
-            written += shown.save_figures(png, _FORMATS)
     facts = {
         "command": "report",
         **show.profile_facts(profile),
@@ -127,23 +121,6 @@ def report(
         "written": [str(path) for path in written],
     }
     return CommandResult(facts, facts["written"])
-
-
-_FIGURES = ("memory", "frontier")
-_FORMATS = ("png", "svg")
-
-
-def _check_directory(directory: Path | None, *, force: bool) -> None:
-    """Raise ``OutputError`` before any work if figures cannot be written there, or would replace other files."""
-    if directory is None:  # no figures were asked for
-        return
-    if not directory.exists() and not directory.parent.is_dir():
-        raise OutputError(f"{directory} cannot be made: there is no directory {directory.parent}.")
-    if directory.exists() and not directory.is_dir():
-        raise OutputError(f"{directory} is a file; --png takes a directory.")
-    for name in _FIGURES if directory.exists() else ():
-        for suffix in _FORMATS:
-            check_output(directory / f"{name}.{suffix}", "figure", force=force)
 
 
 @command(

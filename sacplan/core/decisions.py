@@ -94,10 +94,6 @@ class Partition(AnyDecision, frozen=True, tag="partition"):
     saved: tuple[Name, ...]
 
 
-Accumulate: TypeAlias = Literal["parameter", "float32"]
-"""The type in which gradients of half-precision parameters are summed over slices, see ``Chunk``."""
-
-
 class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
     """Run some ops in slices of one dimension.
 
@@ -115,10 +111,6 @@ class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
             It is a dimension of the unit's input; for a stretch, of what the op at its last site makes.
         sites: call sites of a stretch, in order, views aside. They run when the last one is reached.
         exits: of a stretch, the tensors that are needed after it: (position in ``sites``, which output of the op).
-        accumulate: the type in which gradients of half-precision parameters are summed over the slices. In
-            ``"float32"`` their error is that of the plain step within 10 %. Their own type, ``"parameter"``, takes half
-            the memory for the largest of them while the loop runs, and their error grows with the number of slices: 1.4
-            times at 8, 4 to 6 times at 64 (bfloat16).
     """
 
     span: Literal["stretch", "module", "backward", "rest"]
@@ -128,7 +120,6 @@ class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
     inner: Positive = 1
     sites: tuple[CallSite, ...] = ()
     exits: tuple[tuple[Count, Count], ...] = ()
-    accumulate: Accumulate = "float32"
 
 
 class SeenTensor(NamedTuple):

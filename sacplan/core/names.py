@@ -52,8 +52,8 @@ def pattern_over(fqns: Iterable[str]) -> str:
     return pattern if any(c.isalpha() for c in pattern) or len(names) > 6 else ", ".join(names)
 
 
-def numbers_of(fqns: Iterable[str]) -> str:
-    """Return the numbers by which modules of a pattern differ, as ranges: ``"0-2, 5"``; "" if several parts differ."""
+def _numbers_of(fqns: Iterable[str]) -> str:
+    """Return the numbers by which modules of a pattern differ, as ranges: ``"0-2,5"``; "" if several parts differ."""
     paths = [fqn.split(".") for fqn in fqns]
     differing = [set(part) for part in zip(*paths, strict=True) if len(set(part)) > 1]
     # Where several parts differ, ranges of each would also name modules that are not meant.
@@ -63,13 +63,13 @@ def numbers_of(fqns: Iterable[str]) -> str:
     # numbers of one run have the same distance from their place in the list
     grouped = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
     runs = [[n for _, n in run] for _, run in grouped]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def one_name(names: Sequence[str]) -> str:
     """Return one name for names of one pattern: with the numbers by which they differ, or ``*`` if several parts do."""
     # Several ranges stand in braces, as a shell would expand them.
-    numbers = numbers_of(names).replace("–", "-").replace(", ", ",") if len(names) > 1 else ""
+    numbers = _numbers_of(names) if len(names) > 1 else ""
     shown = f"{{{numbers}}}" if "," in numbers else numbers or "*"
     columns = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(parts[0] if len(set(parts)) == 1 else shown for parts in columns)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from sacplan.core.arguments import checked, opened
-from sacplan.core.decisions import Accumulate
 from sacplan.distributed.ranks.ranks import AnyRanks
 from sacplan.errors import PlanError
 from sacplan.planning.infeasible import handed_out
@@ -35,7 +34,6 @@ def plan(
     never: Sequence[str] = (),
     techniques: Sequence[str] | None = None,
     ranks: AnyRanks | None = None,
-    accumulate: Accumulate = "float32",
     mesh: Any = None,
     host_budget: float | str | None = None,
 ) -> Plan:
@@ -77,9 +75,6 @@ def plan(
             helps; a search of its own finds the stretches to run in slices, whatever the solver.
         ranks: What the step is spread over, as for ``sacplan.profile``; the ranks of another plan will do, too. By
             default, those of the profile.
-        accumulate: The type in which chunks add up the gradients of parameters, for modules that compute in half
-            precision. ``"float32"`` rounds once, at the end. ``"parameter"`` is the type of the parameters: it takes
-            less memory while a loop runs, and rounds once for each slice.
         mesh: Also spread the step over ranks: ``{"dp": 2, "tp": 4}``, the axis with the slowest links first. ``8`` or
             ``"8xh100"`` tries all meshes of eight devices and returns the fastest plan. The batch of the profile is
             that of all ranks together. The budget limits the peak of each rank; a share is a share of the peak that a
@@ -107,7 +102,7 @@ def plan(
     if is_smallest and spreads:
         raise PlanError(f'budget="{SMALLEST}" is for one device or ranks=, and not for a mesh.')
     limit = Limit(None if is_smallest else budget)
-    request = Request(limit, solver, objective, keep, never, techniques, accumulate, host_budget)
+    request = Request(limit, solver, objective, keep, never, techniques, host_budget)
     if is_smallest:
         return handed_out(smallest_plan(request, profile.on_ranks(ranks)), profile)
     if spreads:

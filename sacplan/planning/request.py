@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 from sacplan.core.budget import format_bytes, parse_budget
-from sacplan.core.decisions import Accumulate
 from sacplan.core.pins import resolve_pins
 from sacplan.errors import PlanError
 from sacplan.planning.basis import Basis
@@ -38,7 +36,6 @@ class Request:
     keep: Sequence[str] = ()
     never: Sequence[str] = ()
     techniques: Sequence[str] | None = None
-    accumulate: Accumulate = "float32"
     host_budget: float | str | None = None
     beside_compiled: bool = False
     """Plan what a recorded compiled step runs eagerly, and leave its compiled modules as they are."""
@@ -59,9 +56,6 @@ class Request:
         solvers = tuple(resolve_solver(self.solver))
         names = self.techniques_for(profile)
         pins = resolve_pins(profile.program, profile.fingerprint, self.keep, self.never)
-        if self.accumulate not in get_args(Accumulate):
-            known = " and ".join(map(repr, get_args(Accumulate)))
-            raise PlanError(f"accumulate is {self.accumulate!r}; known are {known}.")
         # Rotor as the last resort is part of ``"best"`` alone, and only if the user allows the technique that its plans
         # use.
         last = Rotor(stages=ROTOR_STAGES)
@@ -87,7 +81,6 @@ class Request:
             pins,
             spec,
             profile.mode != "inference",
-            self.accumulate,
             max(0, host_bytes - taken),  # what is left for a plan
         )
         basis = Basis(step, profile.fingerprint, names)

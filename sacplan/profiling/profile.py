@@ -20,7 +20,7 @@ from sacplan.core.budget import format_bytes
 from sacplan.core.decisions import AnyDecision, Decision, Discarded, as_decisions
 from sacplan.core.fingerprint import Fingerprint
 from sacplan.core.liveness import Footprint
-from sacplan.core.program import Phase, Program, StorageKind
+from sacplan.core.program import Phase, Program
 from sacplan.core.sections import Section
 from sacplan.device.device_memory import DeviceMemory, device_memory
 from sacplan.device.devices import DeviceSpec
@@ -38,6 +38,7 @@ from sacplan.profiling.remarks import (
     without_bfloat16,
     without_cudnn_workspaces,
 )
+from sacplan.profiling.timeline import timeline_of
 from sacplan.record.step import (
     Mode,
 )
@@ -430,27 +431,10 @@ class Profile:
     def timeline(self, plan: Decided | None = None) -> pd.DataFrame:
         """Return the bytes alive at each op by kind as a table, without a plan or with one (see ``with_plan``).
 
-        Columns: ``op``, ``phase``, ``module``, ``recomputed``, ``total_bytes``, and one for each kind.
+        Columns: ``op``, ``phase``, ``module``, ``recomputed``, ``start_ms`` and ``ms`` (as predicted), ``total_bytes``,
+        and one for each kind.
         """
-        import pandas as pd
-
-        program = self.program if plan is None else self.with_plan(plan)
-        ops, scopes = program.ops, program.scopes
-        rows = []
-        # The first moment is the state before the step, at which no op runs.
-        for moment in program.liveness.moments[1:]:
-            op = ops[moment.op]
-            rows.append(
-                {
-                    "op": op.name,
-                    "phase": op.phase.name.lower(),
-                    "module": scopes[op.scope].fqn if op.scope >= 0 else "",
-                    "recomputed": op.recomputes >= 0,
-                    "total_bytes": moment.live_bytes,
-                }
-                | {kind.name.lower(): moment.by_kind[kind] for kind in StorageKind}
-            )
-        return pd.DataFrame(rows)
+        return timeline_of(self.program if plan is None else self.with_plan(plan))
 
     @checked(TraceError)
     def save(self, path: str | Path) -> None:

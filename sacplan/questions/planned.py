@@ -9,6 +9,8 @@ from sacplan.errors import PlanMismatch
 from sacplan.planning.plan import Plan
 from sacplan.profiling.profile import Profile
 
+_REMEDY = "Take the profile that it was made from, or make the plan again."
+
 
 def planned(profile: Profile, plan: Plan | None) -> Program:
     """Return the program of the step, rewritten by the plan if there is one.
@@ -20,8 +22,9 @@ def planned(profile: Profile, plan: Plan | None) -> Program:
         return profile.program
     if not plan.fingerprint.is_of_same(profile.fingerprint):
         raise PlanMismatch(
-            f"the plan is of a {plan.fingerprint.model_class} with other parameters or another batch than the profile "
-            f"of {profile.fingerprint.model_class}. Report on the profile that it was made from."
+            f"the plan is of a {plan.fingerprint.model_class} with other parameters or another batch "
+            f"({plan.fingerprint.batch_in_words}) than the profile of {profile.fingerprint.model_class} "
+            f"({profile.fingerprint.batch_in_words}). {_REMEDY}"
         )
     # Model and batch are the same. Another device, optimizer or loss shows in the peak.
     program = profile.with_plan(plan)
@@ -30,7 +33,7 @@ def planned(profile: Profile, plan: Plan | None) -> Program:
         raise PlanMismatch(
             f"the plan's peak is {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes, on {plan.device}), but on "
             f"this profile (on {profile.device}) it is {format_bytes(found)} ({found} bytes): it was made from another "
-            "profile, with another device, optimizer or loss. Report on the profile that it was made from."
+            f"profile, with another device, optimizer or loss. {_REMEDY}"
         )
     if not profile.runs_compiled:  # the step was run with the plan
         _check_sites(profile, plan)
@@ -47,5 +50,5 @@ def _check_sites(profile: Profile, plan: Plan) -> None:
             if site not in there:
                 raise PlanMismatch(
                     f"the plan discards {site.op} (number {site.occurrence}, place {site.place!r}) in unit {unit!r}, "
-                    "but the step of the profile runs no such op there. Report on the profile that it was made from."
+                    f"but the step of the profile runs no such op there. {_REMEDY}"
                 )

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sacplan.core.budget import format_bytes
-from sacplan.core.program import Phase
 from sacplan.errors import PlanError
 from sacplan.planning.plan import Plan
 from sacplan.profiling.profile import Profile
@@ -24,7 +23,7 @@ from sacplan.report.palette import (
     STACK,
     kind_colour,
 )
-from sacplan.report.timeline import Panel, Timeline, buckets_of
+from sacplan.report.panels import Panel, buckets_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,8 +80,8 @@ def draw_memory(
         columns: how many stand side by side; by default all.
         sampled: draw only as many moments as can be told apart, for a small file.
     """
-    x_ms = max(p.timeline.end_ms for p in scale) or 1.0
-    highest = max(max(p.timeline.peak_bytes, p.budget_bytes or 0) for p in scale)
+    x_ms = max(p.end_ms for p in scale) or 1.0
+    highest = max(max(p.peak_bytes, p.budget_bytes or 0) for p in scale)
     unit, unit_bytes = _unit(highest)
     with _style() as new_figure:
         figure = new_figure(figsize=size, layout="constrained")
@@ -99,8 +98,8 @@ def draw_memory(
                 axis.set_ylabel(f"alive, {unit}")
             if i + columns >= len(panels):
                 axis.set_xlabel("time of the step (predicted), ms")
-            axis.set_title(f"{panel.title}: {panel.timeline.end_ms:.1f} ms")
-            _stack(axis, panel.timeline, unit_bytes, highest * _THIN, x_ms / BUCKETS if sampled else None)
+            axis.set_title(f"{panel.title}: {panel.end_ms:.1f} ms")
+            _stack(axis, panel, unit_bytes, highest * _THIN, x_ms / BUCKETS if sampled else None)
             if panel.budget_bytes is not None:
                 # Named in the legend only: beside the line, the name would cover the areas.
                 axis.axhline(
@@ -124,11 +123,9 @@ def draw_memory(
         # The layout is only known after this: names are placed by the sizes of the axes.
         figure.draw_without_rendering()
         for axis, panel in zip(axes, panels, strict=True):
-            _name_phases(axis, panel.timeline)
-            at, top = (
-                float(panel.timeline.start_ms[panel.timeline.peak]),
-                panel.timeline.peak_bytes / unit_bytes,
-            )
+            _name_phases(axis, panel)
+            highest_row = panel.timeline["total_bytes"].idxmax()
+            at, top = panel.timeline["start_ms"][highest_row], panel.peak_bytes / unit_bytes
             axis.plot([at], [top], "o", color=INK, markersize=4, label="peak")
             # To the left of a point in the right part of the figure, so that the text stays inside.
             side, across = ("right", -7) if at > 0.6 * x_ms else ("left", 7)
@@ -222,25 +219,24 @@ def _unit(largest_bytes: int) -> tuple[str, int]:
     return ("GiB", GIB) if largest_bytes >= GIB else ("MiB", MIB)
 
 
-def _stack(
-    axis: Axes, timeline: Timeline, unit_bytes: int, least_bytes: float, bucket_ms: float | None
-) -> None:
+def _stack(axis: Axes, panel: Panel, unit_bytes: int, least_bytes: float, bucket_ms: float | None) -> None:
     """Draw areas with vertical steps: a value holds from the start of its op to its end. Thin ones get no label.
 
     Each area goes down to zero. The kinds below it are drawn over it.
     """
-    rows, edges = timeline.kind_bytes, np.append(timeline.start_ms, timeline.end_ms)
+    rows = panel.timeline[[kind.name.lower() for kind in STACK]].to_numpy()
+    edges = np.append(panel.timeline["start_ms"], panel.end_ms)
     if bucket_ms is not None:
-        entries = list(buckets_of(timeline, bucket_ms))
-        rows, edges = rows[entries], np.append(np.arange(len(entries)) * bucket_ms, timeline.end_ms)
-    tops = rows[:, list(STACK)].cumsum(axis=1) / unit_bytes
+        entries = list(buckets_of(panel, bucket_ms))
+        rows, edges = rows[entries], np.append(np.arange(len(entries)) * bucket_ms, panel.end_ms)
+    tops = rows.cumsum(axis=1) / unit_bytes
     if bucket_ms is not None:
         visible = least_bytes / unit_bytes / 4
         # Steps too small to be seen are rounded away, so that fewer points remain in the file.
         tops = np.round(tops / visible) * visible
     # From the top down: each lower area is drawn over the one before.
     for i, (kind, name) in reversed(list(enumerate(STACK.items()))):
-        column = rows[:, kind]
+        column = rows[:, i]
         if column.any():
             # Only where the height changes; -1 makes the first entry a change.
             changes = np.flatnonzero(np.diff(tops[:, i], prepend=-1.0))
@@ -254,13 +250,13 @@ def _stack(
     )
 
 
-def _name_phases(axis: Axes, timeline: Timeline) -> None:
+def _name_phases(axis: Axes, panel: Panel) -> None:
     """Draw a line where a phase of the step begins, and write its name if there is room."""
     _, x_ms = axis.get_xlim()
-    for phase, start, end in timeline.phase_spans():
-        if phase != Phase.FORWARD and start:
+    for phase, start, end in panel.phase_spans():
+        if phase != "forward" and start:
             axis.axvline(start, color=FAINT, linewidth=0.8, alpha=0.6)
-        name, points = phase.name.lower(), axis.bbox.width * 72 / axis.figure.dpi
-        if (end - start) / x_ms * points > len(name) * _LETTER * _FONT:
-            axis.text((start + end) / 2, 0.96, name, color=FAINT, ha="center", va="center",
+        points = axis.bbox.width * 72 / axis.figure.dpi
+        if (end - start) / x_ms * points > len(phase) * _LETTER * _FONT:
+            axis.text((start + end) / 2, 0.96, phase, color=FAINT, ha="center", va="center",
                       transform=axis.get_xaxis_transform())  # fmt: skip

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import base64
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from msgspec import UNSET
 
 import sacplan
 from sacplan.core.budget import format_bytes
-from sacplan.core.elements import pattern_of
-from sacplan.core.names import numbers_of, short_op, shown_module
-from sacplan.core.program import Phase, StorageKind
+from sacplan.core.names import short_op
+from sacplan.core.program import StorageKind
+from sacplan.planning.layers import read_layers
 from sacplan.planning.plan import Plan
 from sacplan.planning.reading import plan_rows
 from sacplan.profiling.profile import Profile
 from sacplan.questions.alive import WORKSPACE, AliveGroup, peak_groups
 from sacplan.questions.parts import peak_in_words
-from sacplan.report.chunks import chunk_rows
 from sacplan.report.figures import (
     BUCKETS,
     GIB,
@@ -30,16 +30,16 @@ from sacplan.report.figures import (
     draw_frontier,
     draw_memory,
     has_chunks,
+    need_matplotlib,
 )
-from sacplan.report.modules import NOTHING, RowGroup, grouped, module_rows
+from sacplan.report.modules import NOTHING, grouped, module_rows
 from sacplan.report.palette import STACK, css_name, css_variables
-from sacplan.report.svg import inline_svg, page_style
-from sacplan.report.timeline import Panel, buckets_of, panels_of
+from sacplan.report.panels import Panel, buckets_of, panels_of
 from sacplan.techniques.chunk.entries import loss_chunks
-from sacplan.techniques.registry import DEFAULT_TECHNIQUES
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
 # Inches; the page stretches them to 1.1 to 1.9 times that.
 _CHART, _FRONTIER = (4.4, 3.7), (4.4, 4.2)
@@ -53,7 +53,7 @@ _COLOURS = {kind.name.lower().replace("_", " "): css_name(kind) for kind in Stor
 def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFrame | None = None) -> str:
     """Return the page as text; the frontier is one that ``check_frontier`` returned."""
     # Around everything, since figures are drawn while the page's values are collected.
-    with page_style():
+    with _page_style():
         panels = panels_of(profile, *filter(None, [plan]))
         environment = Environment(
             loader=PackageLoader("sacplan.report", "."), autoescape=True, undefined=StrictUndefined,
@@ -65,7 +65,6 @@ def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFra
             model=profile.fingerprint.model_class,
             figures=profile.in_words().rows if plan is None else plan_rows(plan),
             made_with=_made_with(plan),
-            code=None if plan is None else _code(profile, plan),
             colours=Markup(css_variables()),
             peak=peak_in_words(profile, panels[-1].program),
             assumptions=profile.assumptions,
@@ -85,50 +84,17 @@ def _made_with(plan: Plan | None) -> str:
     return f"sacplan {sacplan.__version__}, torch {torch.__version__}, {datetime.now(timezone.utc):%Y-%m-%d}"
 
 
-def _code(profile: Profile, plan: Plan) -> str:
-    """Return code that makes the plan again, and code that trains with it."""
-    use = 'handle = sacplan.apply(model, sacplan.Plan.load("plan.json"))  # before torch.compile'
-    # ``sacplan.plan`` would not make this plan again.
-    if plan.status == "policy":
-        return use
-    given = [f"device={profile.device!r}"]
-    if plan.provenance.mode == "inference":
-        given.append("mode='inference'")
-    elif profile.fingerprint.setup.optimizer is not None:
-        given.append("optimizer=optimizer")
-    chosen = [] if plan.provenance.budget is None else [repr(plan.provenance.budget)]
-    if plan.provenance.host_budget is not UNSET:
-        chosen.append(f"host_budget={plan.provenance.host_budget!r}")
-    if plan.ranks.sharding is not None:
-        chosen.append(f"mesh={dict(plan.ranks.sharding.mesh.axes)!r}")
-    if plan.provenance.mode == "train" and plan.provenance.techniques != DEFAULT_TECHNIQUES:
-        chosen.append(f"techniques={plan.provenance.techniques!r}")
-    return "\n".join(
-        [
-            f"profile = sacplan.profile(model, batch, {', '.join(given)})",
-            f"plan = sacplan.plan({', '.join(['profile', *chosen])})",
-            'plan.save("plan.json")',
-            "",
-            use,
-        ]
-    )
-
-
 def _chunks(profile: Profile, plan: Plan) -> dict[str, Any] | None:
-    """Return the chunks of a plan, how exact they are, and why the loss cannot run in slices, for each module.
-
-    None for a plan that may not use chunks.
-    """
+    """Return what a plan runs in slices, or why the loss cannot. None for a plan that may not use chunks."""
     if "chunk" not in plan.provenance.techniques:
         return None
-    exactness = f"Gradients are {plan.gradients}: {plan.why_gradients}"
-    refused: Mapping[str, str] = {}
-    if profile.mode == "train":
-        refused = loss_chunks(profile.program, profile.spec).refused
-    else:
-        exactness = "The output is close: kernels may round slices otherwise"
-    refusals = [f"from {unit} on: {why}" for unit, why in refused.items()]
-    return {"rows": chunk_rows(profile, plan), "exactness": exactness, "refusals": refusals}
+    trains = profile.mode == "train"
+    refused = loss_chunks(profile.program, profile.spec).refused if trains else {}
+    return {
+        "sliced": [f"{layer.name}: {text}" for layer in read_layers(plan) for text in layer.sliced],
+        "exactness": "" if trains else "The output is close: kernels may round slices otherwise.",
+        "refusals": [f"from {unit} on: {why}" for unit, why in refused.items()],
+    }
 
 
 def _made(group: AliveGroup) -> str:
@@ -137,15 +103,37 @@ def _made(group: AliveGroup) -> str:
     return made + group.kind
 
 
+@contextmanager
+def _page_style() -> Iterator[None]:
+    """Draw figures in matplotlib's default style, whatever the caller has set up."""
+    need_matplotlib()
+    import matplotlib.style
+
+    # Text stays text; ids are the same each time.
+    of_svg = {"svg.fonttype": "none", "svg.hashsalt": "sacplan", "font.sans-serif": ["DejaVu Sans"]}
+    with matplotlib.style.context(["default", of_svg]):
+        yield
+
+
+def _image(figure: Figure) -> str:
+    """Return a figure as an address that has the whole SVG file in it."""
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
 def _panel(profile: Profile, panel: Panel, scale: Sequence[Panel]) -> dict[str, Any]:
     """Return a chart of memory over the step, and the table under it."""
-    peak_bytes = panel.timeline.peak_bytes
+    peak_bytes = panel.peak_bytes
     groups = peak_groups(profile, panel.program)
-    said = f"{panel.title}: memory over the step, peak {format_bytes(peak_bytes)}."
     figure = draw_memory([panel], scale, _CHART, sampled=True)
+    plot = figure.axes[0].get_position()
+    # The plot's left, top, width and height, as shares of the image.
+    area = plot.x0, 1 - plot.y1, plot.width, plot.height
     return {
-        "svg": Markup(inline_svg(figure, said, panel.title)),
-        "moments": _moments(profile, panel, max(p.timeline.end_ms for p in scale) or 1.0),
+        "said": f"{panel.title}: memory over the step, peak {format_bytes(peak_bytes)}.",
+        "image": _image(figure),
+        "moments": _moments(profile, panel, max(p.end_ms for p in scale) or 1.0) | {"plot": area},
         "alive": [(g, _COLOURS.get(g.kind, css_name(StorageKind.OTHER))) for g in groups[:_ALIVE_ROWS]],
         "rest": groups[_ALIVE_ROWS:],
         "peak_bytes": peak_bytes,
@@ -154,62 +142,46 @@ def _panel(profile: Profile, panel: Panel, scale: Sequence[Panel]) -> dict[str, 
 
 def _moments(profile: Profile, panel: Panel, x_max: float) -> dict[str, Any]:
     """Return the texts under the pointer: bytes by kind and the op that runs, for each bucket of time."""
-    program, timeline, model = panel.program, panel.timeline, profile.fingerprint.model_class
-    entries = list(buckets_of(timeline, x_max / BUCKETS))
-    kinds = [k for k in STACK if timeline.kind_bytes[:, k].any()]
+    timeline = panel.timeline.iloc[list(buckets_of(panel, x_max / BUCKETS))]
+    names = {kind.name.lower(): name for kind, name in STACK.items()}
+    kinds = [kind for kind in names if panel.timeline[kind].any()]
     texts: dict[str, int] = {}
     runs = []
-    for entry in entries:
-        op = int(timeline.ops[entry])
-        phase = Phase(int(timeline.phases[entry])).name.lower()
-        again = ", again" if timeline.recomputed[entry] else ""
-        said = f"{phase}: {short_op(program.ops[op].name)} of {shown_module(program, op, model)}{again}"
+    for row in timeline.itertuples():
+        module, again = row.module or profile.fingerprint.model_class, ", again" * row.recomputed
+        said = f"{row.phase}: {short_op(row.op)} of {module}{again}"
         # Texts repeat from bucket to bucket, so the page has each once, and their numbers.
         runs.append(texts.setdefault(said, len(texts)))
-    mib = timeline.kind_bytes[entries][:, kinds] / MIB
+    mib = timeline[kinds].to_numpy() / MIB
     return {
         "width": x_max / BUCKETS,
         "x_max": x_max,
-        "kinds": [STACK[k] for k in kinds],
-        "mib": mib.round(1 if timeline.peak_bytes >= GIB else 3).tolist(),
+        "kinds": [names[kind] for kind in kinds],
+        "mib": mib.round(1 if panel.peak_bytes >= GIB else 3).tolist(),
         "runs": runs,
         "texts": list(texts),
     }
 
 
 def _frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None) -> dict[str, Any]:
-    said = "Peak of the step against recomputation, for every solver and policy; the figures are in the table below."
     return {
-        "svg": Markup(inline_svg(draw_frontier(profile, frame, plan, _FRONTIER), said, "frontier")),
+        "image": _image(draw_frontier(profile, frame, plan, _FRONTIER)),
         "chunks": has_chunks(frame),
         "rows": list(frame.sort_values(["solver", "peak_bytes"], kind="stable").itertuples()),
     }
 
 
 def _modules(profile: Profile, plan: Plan | None) -> dict[str, Any]:
-    """Return the groups that the table shows, those with nothing to gain, all rows, and the number left out."""
+    """Return the groups that the table shows, those that keep nothing, all rows, and the number left out."""
     rows = module_rows(profile, plan)
     nothing = [group for group in grouped(rows) if group.row.why == NOTHING]
     groups = [group for group in grouped(rows) if group.row.why != NOTHING]
     # Rows are chosen by weight, and shown in the order of execution.
     by_weight = sorted(groups, key=lambda g: -g.count * (g.row.kept_bytes + g.row.discarded_bytes))
-    shown = {g.members for g in by_weight[:_MOST_ROWS]}
-    alike = Counter(pattern_of(row.module) for row in rows)
+    shown = {g.module for g in by_weight[:_MOST_ROWS]}
     return {
         "rows": rows,
-        "groups": [(g, _which(g, alike[pattern_of(g.row.module)])) for g in groups if g.members in shown],
+        "groups": [g for g in groups if g.module in shown],
         "nothing": nothing,
         "left_out": len(groups) - len(shown),
     }
-
-
-def _which(group: RowGroup, alike: int) -> str:
-    """Say which of the modules of its pattern a group contains."""
-    # Every module of the pattern is in this group.
-    if 1 < group.count == alike:
-        return f"all {group.count}"
-    # There is only one, or its name is nothing but numbers: nothing to add.
-    if alike == 1 or not any(c.isalpha() for c in group.module):
-        return ""
-    numbers = numbers_of(group.members)
-    return f"{group.count} of {alike}" + (f": {numbers}" if numbers else "")

@@ -12,8 +12,7 @@ from pathlib import Path
 from sacplan.core.program import StorageKind
 
 COLOURS: dict[str, tuple[str, str]] = json.loads(Path(__file__).with_name("palette.json").read_bytes())
-"""By name, on a light page and on a dark one. Figures use the light ones. No two of those are equal, so that the page
-can find the name of each colour in a figure."""
+"""By name, on a light page and on a dark one. Figures use the light ones."""
 
 PAGE, INK, FAINT, MARK = (COLOURS[name][0] for name in ("page", "ink", "faint", "mark"))
 SERIES = tuple(COLOURS[name][0] for name in ("activation", "gradient", "green", "purple", "buffer"))

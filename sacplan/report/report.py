@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sacplan.core.arguments import checked, opened
 from sacplan.core.program import Program
@@ -18,17 +17,15 @@ from sacplan.profiling.profile import Profile, ProfileOrPath
 from sacplan.questions.alive import peak_groups
 from sacplan.questions.parts import peak_in_words
 from sacplan.questions.planned import planned
-from sacplan.report.chunks import ChunkRow, chunk_rows
 from sacplan.report.figures import check_frontier, draw_frontier, draw_memory
-from sacplan.report.modules import ModuleRow, module_rows
-from sacplan.report.timeline import panels_of
+from sacplan.report.modules import module_rows
+from sacplan.report.panels import panels_of
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
 REST = "(smaller ones)"
-_FORMATS = ("png", "svg", "pdf")
 
 
 class Report:
@@ -107,21 +104,12 @@ class Report:
 
         Returns:
             By module, in the order of execution: ``kept_bytes`` (for the backward pass, or to recompute from),
-            ``discarded_bytes`` (to be recomputed; ``why`` says what runs in slices), ``recompute_ms``,
-            ``recompute_share``, ``forward_ms`` and ``why``. Costs in ``why`` are of the whole row: µs of recomputation
-            that nothing else needs, per MiB. Without a plan, it says what discarding would cost.
+            ``discarded_bytes`` (to be recomputed), ``recompute_ms``, ``recompute_share``, ``forward_ms`` and ``why``:
+            in slices, discarded (the larger part), or kept, and what prevents discarding.
         """
-        return _frame(module_rows(self.profile, self.plan), ModuleRow)
+        import pandas as pd
 
-    def chunk_table(self) -> pd.DataFrame:
-        """List what the plan runs in slices. Chunks of modules that are alike share a row.
-
-        Returns:
-            By ``module``: ``count``, ``what`` runs in slices, ``slices``, ``rows`` (of the axis that is sliced),
-            ``dim``, ``added_ms`` (how much longer the step takes with the chunks of the row alone), and ``peak_bytes``
-            of the step with the rest of the plan and without them.
-        """
-        return _frame(chunk_rows(self.profile, self.plan), ChunkRow)
+        return pd.DataFrame(module_rows(self.profile, self.plan)).set_index("module")
 
     # --- figures
 
@@ -164,38 +152,6 @@ class Report:
             )
         return draw_frontier(self.profile, self.frontier, self.plan, (7.2, 4.3))
 
-    @checked(PlanError)
-    def save_figures(self, directory: str | Path, formats: Iterable[str] = ("png", "svg")) -> list[Path]:
-        """Write the figures to a directory, which is created if it does not exist.
-
-        ``memory`` is always written, ``frontier`` if the report has one.
-
-        Args:
-            directory: Where the files go.
-            formats: Of ``"png"``, ``"svg"`` and ``"pdf"``.
-
-        Returns:
-            The files that were written.
-
-        Raises:
-            PlanError: An unknown format; matplotlib is not installed.
-        """
-        # All arguments are checked before the directory is made.
-        formats = [formats] if isinstance(formats, str) else list(formats)
-        if not formats or any(one not in _FORMATS for one in formats):
-            raise PlanError(f"formats={formats!r}: give some of {', '.join(map(repr, _FORMATS))}.")
-        figures = {"memory": self.memory_figure()}
-        if self.frontier is not None:
-            figures["frontier"] = self.frontier_figure()
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        written = []
-        for name, figure in figures.items():
-            for suffix in formats:
-                written.append(Path(directory, f"{name}.{suffix}"))
-                with replacing(written[-1]) as part:
-                    figure.savefig(part, dpi=144)
-        return written
-
     # --- files
 
     @cached_property
@@ -209,7 +165,7 @@ class Report:
     def write(self, path: str | Path) -> Path:
         """Write an HTML page: one file that loads nothing from the network. Return the path.
 
-        It shows the headline figures, how to use the plan, memory over the step with what is alive at the peak, the
+        It shows the headline figures, memory over the step with what is alive at the peak, the
         frontier, and what each module keeps and discards and why. If the plan may use chunks, it also shows them.
 
         Args:
@@ -244,11 +200,3 @@ class Report:
         with replacing(path) as part:  # never compressed: the viewer reads plain pickles
             part.write_bytes(contents)
         return Path(path)
-
-
-def _frame(rows: Sequence[Any], kind: type) -> pd.DataFrame:
-    """Return rows, values of a dataclass, as a table whose index is the first field."""
-    import pandas as pd
-
-    names = [field.name for field in fields(kind)]
-    return pd.DataFrame([asdict(row) for row in rows], columns=names).set_index(names[0])

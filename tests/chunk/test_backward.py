@@ -132,14 +132,14 @@ def test_all_that_are_alike_get_one_decision() -> None:
     profile = profile_on("cpu")
     program, spec = profile.program, profile.spec
     scope = program.calls["layers.1.norm1"][0]
-    found = backward_chunks(program, scope, spec, "float32", NO_PINS, ())
+    found = backward_chunks(program, scope, spec, NO_PINS, ())
     assert [chunk.unit for chunk in found] == [f"layers.{i}.norm1" for i in range(3)]
-    more = backward_chunks(program, scope, spec, "float32", NO_PINS, found)
+    more = backward_chunks(program, scope, spec, NO_PINS, found)
     assert more == tuple(msgspec.structs.replace(chunk, slices=2 * chunk.slices) for chunk in found)
     most = tuple(msgspec.structs.replace(chunk, slices=64) for chunk in found)
-    assert backward_chunks(program, scope, spec, "float32", NO_PINS, most) == ()
+    assert backward_chunks(program, scope, spec, NO_PINS, most) == ()
     pins = resolve_pins(program, profile.fingerprint, ("layers.2.norm1",), ())
-    assert [c.unit for c in backward_chunks(program, scope, spec, "float32", pins, ())] == [
+    assert [c.unit for c in backward_chunks(program, scope, spec, pins, ())] == [
         f"layers.{i}.norm1" for i in range(2)
     ]
 

@@ -189,23 +189,6 @@ def test_chunks_that_do_not_go_together_are_no_plan(monkeypatch: pytest.MonkeyPa
     assert not {chunk.unit for chunk in found.chunks} >= {"1", "2"}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_gradients_in_half_precision_are_added_up_as_asked() -> None:
-    torch.manual_seed(0)
-    model, batch = gated_layers(1).to(torch.bfloat16), torch.randint(0, VOCAB, (2, 96))
-    profile = sacplan.profile(model, batch, loss_fn, device="cpu")
-    peaks = {}
-    for accumulate in ("float32", "parameter"):
-        plan = sacplan.plan(profile, "smallest", "greedy", techniques=BOTH, accumulate=accumulate)  # type: ignore[arg-type]
-        assert {chunk.accumulate for chunk in plan.chunks} == {accumulate}
-        assert sacplan.verify(model, batch, plan, loss_fn).peak_bytes == plan.peak_bytes
-        peaks[accumulate] = plan.peak_bytes
-    assert peaks["parameter"] < peaks["float32"]
-    with pytest.raises(sacplan.errors.PlanError, match="known are 'parameter' and 'float32'"):
-        sacplan.plan(profile, "smallest", accumulate="double")  # type: ignore[arg-type]
-
-
 def residual_net() -> nn.Module:
     """Under autocast all of a layer runs in slices: the sum's gradient is cast for one of its inputs."""
     torch.manual_seed(0)

@@ -388,18 +388,3 @@ def test_a_module_that_two_backward_passes_run_through_is_refused() -> None:
     profile = sacplan.profile(model, torch.randn(16, 8), two_losses, device="cpu")
     with pytest.raises(sacplan.errors.PlanError, match="is taken inside a forward pass"):
         plan_with(profile, [Chunk("0", "module", 4, 0)])
-
-
-@pytest.mark.parametrize(
-    ("model", "loss_fn", "accumulate"),
-    [
-        (lm().bfloat16(), cross_entropy, "float32"),
-        (lm(), in_bfloat16, "float32"),
-        (lm(), cross_entropy, "parameter"),
-    ],
-    ids=["half precision", "autocast", "float32"],
-)
-def test_sums_over_slices_are_in_float32(model: nn.Module, loss_fn: Loss, accumulate: str) -> None:
-    profile = sacplan.profile(model, batch_of(), loss_fn, device="cpu")
-    found = loss_chunks(profile.program, profile.spec)
-    assert {chunk.accumulate for chunk in found.chunks} == {accumulate}

@@ -596,18 +596,15 @@ def test_ours_is_overwritten_and_others_with_force(saved: Path) -> None:
 
 @pytest.mark.slow
 def test_reports_are_written_and_written_again(saved: Path) -> None:
-    command = "report profile.json.gz plan.json -o page.html --png figures --snapshot step.pickle --no-frontier --json"
+    command = "report profile.json.gz plan.json -o page.html --snapshot step.pickle --no-frontier --json"
     facts = json.loads(run(command).stdout)
     assert {"page.html", "step.pickle"} <= set(facts["written"])
     assert all(Path(path).stat().st_size for path in facts["written"])
-    assert any(path.endswith(".svg") for path in facts["written"])
     assert facts["plan"]["peak_bytes"] == sacplan.Plan.load("plan.json").peak_bytes
     assert run(command).exit_code == 0
-    for theirs in ("step.pickle", "figures/memory.png"):
-        ours = Path(theirs).read_bytes()
-        Path(theirs).write_bytes(b"my holidays, and what torch.cuda.memory has dumped")
-        assert Path(theirs).name in error_line(run(command))
-        Path(theirs).write_bytes(ours)
+    Path("step.pickle").write_bytes(b"my holidays, and what torch.cuda.memory has dumped")
+    assert "step.pickle" in error_line(run(command))
+    Path("step.pickle").unlink()
 
 
 def test_a_device_from_a_file(saved: Path) -> None:

@@ -30,7 +30,6 @@ WRITERS: dict[str, Callable[[sacplan.Profile, Path], Any]] = {
     "device.json": lambda profile, path: profile.spec.save(path),
     "memory.pickle": lambda profile, path: sacplan.Report(profile).write_snapshot(path),
     "report.html": lambda profile, path: sacplan.Report(profile).write(path),
-    "memory.png": lambda profile, path: sacplan.Report(profile).save_figures(path.parent, formats="png"),
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sacplan
-from sacplan.core.budget import format_bytes, parse_budget
+from sacplan.core.budget import format_bytes
 from sacplan.device.devices import resolve_device
 from sacplan.testing import assert_step_fits
 from tests.support.steps import total as loss_fn
@@ -25,6 +25,13 @@ STEP: dict[str, Any] = {"loss_fn": cross_entropy, "optimizer": torch.optim.AdamW
 
 def model() -> LM:
     return LM(layers=1, dim=32)
+
+
+def with_other_ops() -> LM:
+    """Has the same parameters."""
+    changed = model()
+    changed.layers[0].mlp[1] = nn.Sequential(nn.GELU(), nn.Tanh())
+    return changed
 
 
 def tokens(batch: int = 2) -> torch.Tensor:
@@ -80,11 +87,7 @@ def test_the_message_is_the_report(profile: sacplan.Profile, message: str) -> No
     for said in (f"LM takes {format_bytes(profile.peak_bytes)} on {DEVICE}", "int64 [2, 32]", "AdamW"):
         assert said in text
     assert (profile.program.footprint.peak_fqn or "(outside the model)") in text
-    # the first row is the first of alive_at_peak, and the rows are the peak
-    rows = message.partition("Alive then:\n")[2].partition("\nsacplan.plan")[0].splitlines()
-    sizes = [parse_budget(row.strip().partition("  ")[0].replace(" ", ""), 1) for row in rows]
-    assert sizes[0] == pytest.approx(sacplan.Report(profile).alive_at_peak()["bytes"][0], rel=0.01)
-    assert sum(sizes) == pytest.approx(profile.peak_bytes, rel=0.01)
+    assert sacplan.Report(profile).peak in text
 
 
 def test_advice_that_is_enough_is_enough(profile: sacplan.Profile, plan: sacplan.Plan) -> None:
@@ -108,25 +111,11 @@ def test_with_a_plan(plan: sacplan.Plan, tmp_path: Path) -> None:
     assert "This is with the plan; without it" in message
 
 
-def test_a_plan_that_the_model_has_left_behind(profile: sacplan.Profile) -> None:
-    """The same parameters, other ops: the plan does less, which is a matter of memory, not of a wrong argument."""
-    plan = sacplan.plan(profile, "smallest", "milp")
-    changed = model()
-    for layer in changed.layers:
-        layer.mlp[1] = nn.Sequential(nn.GELU(), nn.Tanh())
-    seen = sacplan.verify(changed, tokens(), plan, **STEP).peak_bytes
-    assert seen > plan.peak_bytes
-    assert_step_fits(changed, tokens(), budget=f"{seen}B", plan=plan, **STEP)
-    message = failure(changed, tokens(), budget=f"{seen - 1}B", plan=plan).replace("\n  ", " ")
-    assert f"({seen} bytes against {seen - 1})" in message
-    assert "Make the plan again" in message
-    assert "layers.0.mlp.1.0" in message
-
-
 @pytest.mark.parametrize(
     ("other", "said"),
     [
         ({"model": LM(layers=2, dim=32)}, "layers.1"),
+        ({"model": with_other_ops()}, "make the plan again"),
         ({"batch": tokens(3)}, "batch"),
         ({"device": "h100"}, "h100"),
     ],

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from sacplan.core.decisions import Accumulate
 from sacplan.core.derived import derived
 from sacplan.core.pins import NO_PINS, Pins
 from sacplan.core.program import Event, Phase, Program
@@ -34,7 +33,6 @@ class PlanStep:
         pins: ops and modules that a plan must leave alone.
         device: what the step runs on; None where no technique asks for it.
         gradients: whether the step has a backward pass; False for inference.
-        accumulate: the precision in which gradients are added up over slices.
         host_budget_bytes: memory of the host that is left for a plan; None: all that the device's row says.
 
     Raises:
@@ -46,7 +44,6 @@ class PlanStep:
     pins: Pins = NO_PINS
     device: DeviceSpec | None = None
     gradients: bool = True
-    accumulate: Accumulate = "float32"
     host_budget_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -62,7 +59,6 @@ class PlanStep:
             self.objective,
             self.device,
             self.gradients,
-            self.accumulate,
             self.host_budget_bytes,
             *self.pins.key,
         )

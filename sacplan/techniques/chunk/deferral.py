@@ -90,10 +90,7 @@ class DeferredRun:
         self.span, self.program = span, span.program
         self.rehearsal = Rehearsal(span.program, device)
         self.sampled = SampledSlices(self.rehearsal)
-        accumulate = torch.float32 if span.chunk.accumulate == "float32" else None
-        self.region = SlicedRegion(
-            span.axis.size, span.chunk.slices, accumulate, on_whole=_refuse, choose=self.sampled
-        )
+        self.region = SlicedRegion(span.axis.size, span.chunk.slices, on_whole=_refuse, choose=self.sampled)
         self.tensors = DeferredTensors(span.begins)
         self.ran: dict[int, RehearsedOps] = {}
         self.held: dict[tuple[int, int], None] = {}

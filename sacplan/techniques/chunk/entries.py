@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from sacplan.core.decisions import Accumulate, Chunk, Decision
+from sacplan.core.decisions import Chunk, Decision
 from sacplan.core.derived import derived
 from sacplan.core.elements import is_inside, pattern_of
 from sacplan.core.pins import NO_PINS, Pins
@@ -41,7 +41,6 @@ _PROBE = 16  # slices with which entries are compared
 _MOST_SLICES = 128  # of the rest of a step, which is offered in powers of two
 _MODULE_SLICES = (2, 4, 8, 16, 32, 64)  # of a module
 _FEWEST_SLICES = 4  # of a backward pass; twice as many as long as it stays at the peak
-_HALF = ("bfloat16", "float16")
 _SAME = 1.02  # a longer chunk has to save this factor more than a shorter one to be worth its slices
 
 
@@ -89,13 +88,11 @@ def offer_of(step: PlanStep, chunks: Slices) -> Offer:
 
 
 @derived
-def loss_chunks(
-    program: Program, device: DeviceSpec, accumulate: Accumulate = "float32", after: int = -1
-) -> LossChunks:
+def loss_chunks(program: Program, device: DeviceSpec, after: int = -1) -> LossChunks:
     """Return the entry from which on slices save most up to the loss; or why none of the last modules is one.
 
     Args:
-        program, device, accumulate: the step, what it runs on, and the type in which gradients are summed.
+        program, device: the step, and what it runs on.
         after: entries begin after this op: what is compiled cannot run in slices.
 
     Worked out once for a program.
@@ -105,7 +102,7 @@ def loss_chunks(
     with registered(device):  # once for all rehearsals
         for unit in _last_modules(program, after):
             try:
-                chunk = _first_axis(program, unit, "rest", device, accumulate)
+                chunk = _first_axis(program, unit, "rest", device)
             except CannotChunk as error:
                 if best is not None:
                     break  # what begins before it reads the same and more
@@ -153,18 +150,14 @@ def _called_often(program: Program) -> dict[str, str]:
 
 @derived
 def module_chunks(
-    program: Program,
-    scope: int,
-    device: DeviceSpec,
-    accumulate: Accumulate = "float32",
-    pins: Pins = NO_PINS,
+    program: Program, scope: int, device: DeviceSpec, pins: Pins = NO_PINS
 ) -> tuple[Slices, ...]:
     """Return the largest module around a module call that can run in slices, and all that are alike; () if none can.
 
     ``pins``: modules that must not be units are left out. Worked out once for a program.
     """
     with registered(device):  # once for all rehearsals
-        found = _largest(program, scope, device, accumulate, pins)
+        found = _largest(program, scope, device, pins)
         if found is None:
             return ()
         n_ops = len(program.ops_in(program.calls[found.unit][0]))
@@ -181,9 +174,7 @@ def module_chunks(
         return tuple(_offered_where_alike(program, found, units, _MODULE_SLICES, device))
 
 
-def _largest(
-    program: Program, scope: int, device: DeviceSpec, accumulate: Accumulate, pins: Pins
-) -> Chunk | None:
+def _largest(program: Program, scope: int, device: DeviceSpec, pins: Pins) -> Chunk | None:
     """Return a chunk of the largest module around a module call that can run in slices; None if none can."""
 
     def may_be_rehearsed(around: int) -> bool:
@@ -197,7 +188,7 @@ def _largest(
     # The largest first: it takes one rehearsal if that one works.
     for around in reversed(tuple(itertools.takewhile(may_be_rehearsed, outwards))):
         with contextlib.suppress(CannotChunk):  # a part of it may be one
-            return _first_axis(program, program.scopes[around].fqn, "module", device, accumulate)
+            return _first_axis(program, program.scopes[around].fqn, "module", device)
     return None
 
 
@@ -214,7 +205,6 @@ def backward_chunks(
     program: Program,
     scope: int,
     device: DeviceSpec,
-    accumulate: Accumulate,
     pins: Pins,
     known: Sequence[Chunk],
 ) -> tuple[Chunk, ...]:
@@ -224,7 +214,6 @@ def backward_chunks(
         program: the recorded step.
         scope: the module call.
         device: what it runs on.
-        accumulate: the type in which gradients are summed.
         pins: modules with ops that they name are left out.
         known: the chunks that there are. If the module runs so already, the answer has twice as many slices.
     """
@@ -242,7 +231,7 @@ def backward_chunks(
     if len(program.calls[unit]) != 1 or taken or not pins.may_be_a_unit(program, unit):
         return ()  # called several times, in slices as part of another module, or left alone
     try:
-        found = _first_axis(program, unit, "backward", device, accumulate)
+        found = _first_axis(program, unit, "backward", device)
     except CannotChunk:
         return ()  # no axis of its input can be sliced
     units = (
@@ -262,20 +251,7 @@ def _alike(unit: str, other: str) -> bool:
 # --- both
 
 
-def _sums(program: Program, unit: str, accumulate: Accumulate) -> Accumulate:
-    """Return the type that is asked for if a module computes in half precision; others add in their own."""
-    ops = (program.ops[i] for i in program.ops_in(entry_of(program, unit)[0]))
-    half = any(program.tensors[t].dtype in _HALF for op in ops for t in op.inputs)
-    return accumulate if half else "parameter"
-
-
-def _first_axis(
-    program: Program,
-    unit: str,
-    span: _TrainingSpan,
-    device: DeviceSpec,
-    accumulate: Accumulate,
-) -> Chunk:
+def _first_axis(program: Program, unit: str, span: _TrainingSpan, device: DeviceSpec) -> Chunk:
     """Return a chunk along the longest dimension that works. The last one is never tried: it is that of features."""
     shape = program.tensors[entry_of(program, unit)[1]].shape
     why = CannotChunk(f"what enters {unit!r} has shape {shape}")
@@ -284,7 +260,7 @@ def _first_axis(
         if size < 2:
             continue
         slices = min(_FEWEST_SLICES if span == "backward" else _PROBE, size)
-        chunk = Chunk(unit, span, slices, dim, accumulate=_sums(program, unit, accumulate))
+        chunk = Chunk(unit, span, slices, dim)
         try:
             training_chunk(program, chunk, device)
         except CannotChunk as error:

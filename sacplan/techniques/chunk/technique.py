@@ -43,13 +43,13 @@ class Chunking(Technique):
             return ()  # inference has a solver of its own; no chunk lowers a peak in the optimizer
         if steps_in_backward(step.program):
             return ()  # slices add up the gradients of a parameter, whose hook would run for each of them
-        program, device, accumulate, pins = step.program, step.device, step.accumulate, step.pins.outside
+        program, device, pins = step.program, step.device, step.pins.outside
         if peak is not None:
-            found = module_chunks(program, peak.peak_scope, device, accumulate, pins)
+            found = module_chunks(program, peak.peak_scope, device, pins)
             return [offer_of(step, chunks) for chunks in found]
         # What is compiled cannot run in slices, so the loss in slices has to begin after it.
         compiled = (i for i in pins.compiled_ops if program.ops[i].phase == Phase.FORWARD)
-        loss = loss_chunks(program, device, accumulate, after=max(compiled, default=-1))
+        loss = loss_chunks(program, device, after=max(compiled, default=-1))
         return [offer_of(step, loss.chunks)] if loss.chunks else []
 
     def settled(self, step: PlanStep, peak: Footprint, decisions: Sequence[Decision]) -> Sequence[Decision]:
@@ -57,7 +57,7 @@ class Chunking(Technique):
         if not step.gradients or step.device is None or peak.peak_phase != Phase.BACKWARD:
             return ()
         known, pins = [one for one in decisions if isinstance(one, Chunk)], step.pins.outside
-        return backward_chunks(step.program, peak.peak_scope, step.device, step.accumulate, pins, known)
+        return backward_chunks(step.program, peak.peak_scope, step.device, pins, known)
 
     def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
         """Return the path through stretches of ops if there are no gradients."""

@@ -117,8 +117,7 @@ class ChunkedForward(StandIn):
         return None
 
     def _new_region(self, size: int) -> SlicedRegion:
-        accumulate = torch.float32 if self.decision.accumulate == "float32" else None
-        return SlicedRegion(size, self.decision.slices, accumulate, self._note_whole)
+        return SlicedRegion(size, self.decision.slices, self._note_whole)
 
     def _note_whole(self, op: str, reason: str) -> None:
         self._note(f"{op} on whole tensors ({reason})", "in slices")

@@ -304,7 +304,7 @@ class _Loop:
         ``addmm`` adds in the type of the product. If the sum has a wider one, parts of some rows are multiplied and
         added one after the other, so that the temporary is one part.
         """
-        kind = self.region.sum_type(v)
+        kind = _sum_type(v)
         if kind != v.dtype:
             if v not in self.results:
                 self.results[v] = torch.zeros(v.shape, dtype=kind, device=v.device)
@@ -334,7 +334,7 @@ class _Loop:
             t = t * (length / node.cut.axis.size)
         total = self.results.get(v)
         if total is None:
-            kind = v.dtype if v.combined is Kind.PASS else self.region.sum_type(v)
+            kind = v.dtype if v.combined is Kind.PASS else _sum_type(v)
             # The part becomes the total, to which later ones are added in place: it must not be an input itself.
             shared = {storage_key(x.tensor.untyped_storage()) for x in node.inputs if isinstance(x, Held)}
             fresh = storage_key(t.untyped_storage()) not in shared
@@ -351,6 +351,11 @@ class _Loop:
                 total.copy_(combine(total, t))
             else:
                 self.results[v] = combine(total, t)
+
+
+def _sum_type(value: DeferredTensor) -> torch.dtype:
+    """Return the type in which a value's parts are added: float32 for those of half precision."""
+    return torch.float32 if value.dtype in (torch.bfloat16, torch.float16) else value.dtype
 
 
 # --- nodes

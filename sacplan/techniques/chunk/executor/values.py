@@ -65,7 +65,6 @@ class SlicedRegion:
     Args:
         size: length of the axis.
         slices: the most slices; each has ``ceil(size / slices)`` elements, the last one perhaps less.
-        accumulate: the type in which parts of half-precision matrices are added; None for their own.
         on_whole: called with an op that could not be sliced, and the reason.
         choose: chooses the slices that run, for planning, where some stand for all.
 
@@ -82,14 +81,12 @@ class SlicedRegion:
         self,
         size: int,
         slices: int,
-        accumulate: torch.dtype | None = None,
         on_whole: Callable[[str, str], None] | None = None,
         choose: Choose | None = None,
     ) -> None:
         self.size = size
         # Rounded up, so there may be fewer slices than asked for.
         self.length = max(1, -(-size // slices))
-        self.accumulate = accumulate
         self.tally = Tally()
         self.hooks: list[Any] = []
         self.targets: Callable[[], Any] = lambda: None
@@ -109,13 +106,6 @@ class SlicedRegion:
         starts = range(0, self.size, self.length)
         every = [(start, min(self.size, start + self.length)) for start in starts]
         yield from every if self._choose is None else self._choose(every)
-
-    def sum_type(self, value: DeferredTensor) -> torch.dtype:
-        """Return the type in which a value's parts are added: float32 if it costs next to nothing, as for a loss."""
-        if value.dtype not in (torch.bfloat16, torch.float16):
-            return value.dtype
-        # A vector or scalar is small beside its matrix, so a sum in float32 costs next to nothing.
-        return torch.float32 if len(value.shape) < 2 else self.accumulate or value.dtype
 
     def note_scalar(self, value: DeferredTensor) -> None:
         """Note a scalar that a loop computes along if anybody still refers to it."""
