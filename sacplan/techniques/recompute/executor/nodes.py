@@ -281,12 +281,12 @@ class RecipeNode:
             if is_between_ranks(self.traits.func):
                 out = waited_for(out)
         else:
-            pinned, out = self.rng.again(self.traits.func, args, kwargs)
-            if not pinned:
+            same, out = self.rng.again(self.traits.func, args, kwargs)
+            if not same:
                 raise RecipeError(
                     f"{self} has to run again in the backward pass, but which random numbers it drew is not known: "
-                    "another thread drew from the same generator at that time. Give that thread a torch.Generator "
-                    f"of its own; or, to keep the op's output, {self.pin}."
+                    "another thread drew from the same generator, when the op first ran or now. Give that thread a "
+                    f"torch.Generator of its own; or, to keep the op's output, {self.pin}."
                 )
         noted.again = -1
         return (made,) if made is not None else tensors_of(out)

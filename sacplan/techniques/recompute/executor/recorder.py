@@ -252,9 +252,9 @@ class UnitRecorder(Watching):
         overwritten = self._slots.before_write(traits, args, kwargs) if traits.written_names else None
         out = func(*given, **kwargs)
         recorded = noted.latest
-        # Not pinned: another thread drew from the same generator, so the op could not run again.
-        if draw is None or draw.is_pinned(func, args, kwargs):
-            self._slots.note(traits, site, op.times, args, kwargs, out, draw, overwritten, recorded)
+        if draw is not None:
+            draw.end()
+        self._slots.note(traits, site, op.times, args, kwargs, out, draw, overwritten, recorded)
         return out
 
     # --- leaving a schedule, and learning one ---
