@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,20 +32,36 @@ from torchtitan.experiments.graph_trainer.selective_activation_remat import (
 )
 
 from sacplan.core.arguments import checked
-from sacplan.core.budget import parse_budget
+from sacplan.core.budget import exact_bytes, format_bytes, parse_budget
 from sacplan.core.liveness import footprint_of
 from sacplan.device.cost import CostModel
-from sacplan.errors import PlanError
-from sacplan.planning.partitions import Split, compared, prices_of, spec_of
+from sacplan.errors import InfeasibleBudget, PlanError
+from sacplan.planning.partitions import Split, Splits, compared, fastest, prices_of, smallest, spec_of
 from sacplan.planning.saved_values import bytes_of, needed, price_of, without_forbidden
 from sacplan.record.recorder import Recorder
-from sacplan.running.compile_budget import CompiledGraph, choose
 from sacplan.torch_compat import partitioning
 from sacplan.torch_compat.fake_tensors import FakeTensor
 from sacplan.torch_compat.partitioning import ForwardValue, LoweredGraphs
 
 _LATE = ("loss", "lm_head")
 """Modules whose backward pass comes first. Nothing runs again in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedGraph:
+    """A graph that was tagged under a budget.
+
+    Attributes:
+        budget_bytes: its budget.
+        needs_bytes: most that is alive while it runs.
+        default_bytes: the same if nothing runs again.
+        recompute_ms: predicted time that it takes more.
+    """
+
+    budget_bytes: int
+    needs_bytes: int
+    default_bytes: int
+    recompute_ms: float
 
 
 def _tags(node: Any) -> Any:
@@ -57,7 +74,7 @@ def _storages(node: Any) -> set[int]:
 
 
 class _StepGraph:
-    """The graph of a step, as ``Split`` and ``choose`` take the joint graphs of ``torch.compile``."""
+    """The graph of a step, as ``Split`` takes the joint graphs of ``torch.compile``."""
 
     def __init__(self, module: Any, config: Any) -> None:
         self._module, self._config = module, config
@@ -156,6 +173,34 @@ class _StepGraph:
         return footprint_of(recorder.program()).peak_bytes
 
 
+def _cheapest(graph: _StepGraph, limit: int) -> Split:
+    """Return the cheapest way to split a graph that fits a budget.
+
+    Raises:
+        InfeasibleBudget: none that is compared fits.
+    """
+    default = graph.own.lowered.most_bytes
+    if default <= limit:
+        return graph.own
+
+    def needs(splits: Splits) -> int:
+        return splits[0].expected.most_bytes
+
+    options = [(split,) for split in graph.splits]
+    (best,) = chosen = fastest(lambda: options, needs, limit) or smallest(lambda: options, needs)
+    taken = needs(chosen)
+    if taken <= limit:
+        return best
+    raise InfeasibleBudget(
+        f"a compiled graph does not fit {format_bytes(limit)}: without a budget it takes "
+        f"{format_bytes(default)}, and the smallest of {len(options)} that were compared {format_bytes(taken)}. "
+        f"Give at least {exact_bytes(taken)}, or make the batch smaller.",
+        budget_bytes=limit,
+        smallest_feasible_bytes=taken,
+        binding="a compiled graph",
+    )
+
+
 @checked(PlanError)
 def memory_policy(budget: float | str) -> Callable[..., Any]:
     """Return a memory policy that holds a budget in bytes with the least recomputation.
@@ -166,7 +211,7 @@ def memory_policy(budget: float | str) -> Callable[..., Any]:
             inductor is not counted: it takes less.
 
     Returns:
-        What ``register_memory_policy`` takes. Its attribute ``graphs`` is a list of ``CompiledGraph``, one for each
+        What ``register_memory_policy`` takes. Its attribute ``graphs`` is a list of ``TaggedGraph``, one for each
         graph that it tagged. It raises ``InfeasibleBudget`` if nothing that was compared fits.
 
     Raises:
@@ -176,11 +221,14 @@ def memory_policy(budget: float | str) -> Callable[..., Any]:
 
     def policy(gm: Any, *, config: Any) -> Any:
         graph = _StepGraph(gm, config)
-        chosen, held = choose(graph, budget)
-        graphs.append(held)
+        limit = parse_budget(budget, graph.own.lowered.most_bytes)
+        chosen = _cheapest(graph, limit)
+        needs, before = chosen.lowered, graph.own.lowered
+        more_ms = max(0.0, needs.ms - before.ms)
+        graphs.append(TaggedGraph(limit, needs.most_bytes, before.most_bytes, more_ms))
         graph.tag(gm, chosen.saved)
         return gm
 
-    graphs: list[CompiledGraph] = []
+    graphs: list[TaggedGraph] = []
     policy.graphs = graphs  # type: ignore[attr-defined]
     return policy

@@ -146,7 +146,6 @@ def given(tmp_path_factory):
             sacplan.largest_rank,
             {"world_size": 2, "profile_rank": lambda rank: profile, "device": "cpu", "among": (1,)},
         ),
-        "compile_budget": (entered, {"manager": sacplan.compile_budget, "budget": "1GiB", "calls": 2}),
         "Milp": (sacplan.Milp, {}),
         "Rotor": (sacplan.Rotor, {}),
         "MemTracker": (sacplan.MemTracker, {}),
@@ -162,7 +161,7 @@ FUNCTIONS = [
     "aggregate_stats", "parse_module_info", "get_peak_memory_runtime_baseline", "sac_milp",
     "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "Report",
     "Report.alive_at_peak", "Report.write_snapshot",
-    "strategies", "layouts", "fit", "certify", "fake_device", "ranks", "largest_rank", "compile_budget",
+    "strategies", "layouts", "fit", "certify", "fake_device", "ranks", "largest_rank",
     "Milp", "Rotor", "MemTracker", "Plan.load",
     "Plan.save", "Profile.load", "Profile.save",
 ]  # fmt: skip
