@@ -42,7 +42,6 @@ from .questions.layouts import Layout, Layouts, layouts
 from .questions.verdict import FitRow, Verdict
 from .report.report import Report
 from .running.apply import Handle, apply
-from .running.compile_budget import CompileBudget, CompiledGraph, compile_budget
 from .running.verify import Verification, verify
 from .solvers.greedy import Greedy
 from .solvers.milp import Milp
@@ -59,8 +58,6 @@ __all__ = [
     "CapacityPoint",
     "Certificate",
     "Chain",
-    "CompileBudget",
-    "CompiledGraph",
     "DeviceMemory",
     "DeviceSpec",
     "Fit",
@@ -97,7 +94,6 @@ __all__ = [
     "aggregate_stats",
     "apply",
     "certify",
-    "compile_budget",
     "devices",
     "errors",
     "fake_device",

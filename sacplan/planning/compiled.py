@@ -211,7 +211,7 @@ class _Partitions:
             if not graphs or any(graph.is_dynamic for graph in graphs.values()):
                 # Sizes that were symbols may be fixed by now: each graph is lowered while it is compiled.
                 graphs.clear()
-                with Partitioner(note, ("sacplan",), outputs_stay):
+                with Partitioner(note, outputs_stay):
                     profile.run_again()
             for graph in graphs.values():
                 graph.world = functools.partial(compiler_for, profile.spec)

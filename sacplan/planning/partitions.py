@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,9 +25,6 @@ from sacplan.device.op_kernels import Call
 from sacplan.planning.saved_values import bytes_of, cheapest_saved, price_of, without_forbidden
 from sacplan.torch_compat import partitioning
 from sacplan.torch_compat.partitioning import ForwardValue, LoweredGraphs, Prices
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 # Memory budgets of PyTorch's own partitioner, whose splits are compared with ours.
 _SETTINGS = (0.75, 0.5, 0.25)
@@ -210,29 +207,24 @@ def prices_of(spec: DeviceSpec) -> Prices:
 
 
 class Partitioner:
-    """What inductor asks for partitions, until ``remove()`` or to the end of a ``with``.
+    """What inductor asks for partitions inside.
 
     Args:
         choose: says how each graph is split. It is asked when the graph is compiled.
-        key: tells it from others, for the compiler's caches.
         outputs_stay: as for ``JointGraph``.
     """
 
-    def __init__(self, choose: Callable[[JointGraph], Split], key: object, outputs_stay: bool) -> None:
+    def __init__(self, choose: Callable[[JointGraph], Split], outputs_stay: bool) -> None:
         self._choose = choose
         self._outputs_stay = outputs_stay
-        self._before = partitioning.swap_partitioner(partitioning.as_partitioner(self._partition, key))
 
     def _partition(self, module: Any, inputs: Sequence[Any], **arguments: Any) -> Any:
         graph = JointGraph(partitioning.GivenGraph.of(module, inputs, arguments), self._outputs_stay)
         return graph.split(module, self._choose(graph))
 
-    def remove(self) -> None:
-        """Have ``torch.compile`` partition graphs as it did before. What is compiled stays as it is."""
-        partitioning.swap_partitioner(self._before)
-
-    def __enter__(self) -> Self:
-        return self
+    def __enter__(self) -> None:
+        asked = partitioning.as_partitioner(self._partition, "sacplan")
+        self._before = partitioning.swap_partitioner(asked)
 
     def __exit__(self, *exc_info: Any) -> None:
-        self.remove()
+        partitioning.swap_partitioner(self._before)

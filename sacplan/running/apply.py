@@ -23,7 +23,7 @@ from sacplan.running.spread import SpreadModel
 from sacplan.running.watch import Watched
 from sacplan.techniques.base.technique import Installed, ToInstall
 from sacplan.techniques.registry import by_technique
-from sacplan.techniques.runtime.stand_ins import StandIn
+from sacplan.techniques.runtime.stand_ins import StandIn, no_replicas
 from sacplan.torch_compat.compiling import compiled_in_place
 
 
@@ -214,20 +214,18 @@ def put_on_all(
     return Handle([watched, InstalledBySize(model, watched.watch, off)])
 
 
-_WRAPPERS = (
-    torch.nn.parallel.DistributedDataParallel,
-    torch.nn.DataParallel,
-    torch.optim.swa_utils.AveragedModel,
-)
+_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.optim.swa_utils.AveragedModel)
 
 
 def _check_not_wrapped(model: torch.nn.Module, planned: Setup) -> None:
     """Refuse wrapped models: wrappers change the names of modules. The model inside of one may get a plan."""
+    if isinstance(model, torch.nn.DataParallel):
+        raise no_replicas("this model")
     # The root alone: a wrapped submodule keeps the names of the modules around it.
     if isinstance(model, _WRAPPERS):
         raise PlanError(
-            f"this is a {type(model).__name__}. Apply the plan first and wrap the model afterwards, or apply it to the "
-            "model inside, `.module`."
+            f"the model is wrapped in {type(model).__name__}. Apply the plan first and wrap the model afterwards, or "
+            "apply it to the model inside, `.module`."
         )
     for fqn, module in model.named_modules():
         # By name, since importing FSDP imports ``torch.distributed``, which not every build has. It flattens

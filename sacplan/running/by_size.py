@@ -41,13 +41,6 @@ class ChosenForward(StandIn):
         chosen = self._forwards[self._watch.index]
         return self.call_original(*args, **kwargs) if chosen is None else chosen(*args, **kwargs)
 
-    def for_replica(self, replica: torch.nn.Module) -> StandIn:
-        """Return the stand-in of a replica."""
-        other = super().for_replica(replica)
-        assert isinstance(other, ChosenForward)
-        other._forwards = [one if one is None else one.for_replica(replica) for one in self._forwards]
-        return other
-
 
 class InstalledBySize(InstalledStandIns):
     """Several plans, as one part of what is installed on a model.

@@ -134,22 +134,6 @@ def test_parameters_are_put_back_after_an_error(model: LM, batch: torch.Tensor) 
     assert isinstance(model.head._parameters["weight"], nn.Parameter)
 
 
-def test_a_replica_on_another_thread(model: LM, batch: torch.Tensor) -> None:
-    """Its parameters are attributes that have a history."""
-    InstalledChunks(model, [Chunk("head", "rest", 8, 1)])
-    expected = step(model, batch, plain_loss)
-    replica = model.head._replicate_for_data_parallel()
-    weight = model.head.weight * 1
-    replica._former_parameters = {"weight": weight}
-    replica.__dict__["weight"], replica._parameters["bias"] = weight, None
-    hidden = model.norm(model.layers[1](model.layers[0](model.embed(batch))))
-    (loss,) = at_once(lambda: F.cross_entropy(replica(hidden).flatten(0, 1), batch.flatten()))
-    loss.backward()
-    assert replica.forward.tally.loops == 1
-    assert torch.equal(model.embed.weight.grad, expected["embed.weight"])
-    torch.testing.assert_close(model.head.weight.grad, expected["head.weight"])
-
-
 def test_two_threads_share_a_module(model: LM, batch: torch.Tensor) -> None:
     InstalledChunks(model, [*CHUNKS, Chunk("head", "rest", 8, 1)])
     step(model, batch, plain_loss)

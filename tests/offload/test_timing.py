@@ -119,8 +119,16 @@ def test_at_random_places(name: str, link: str) -> None:
     assert_as_simulated(case, profile, mixed_plan(profile, draw, ("recompute", "offload")))
 
 
-@pytest.mark.parametrize("name", OF_WEIGHTS)
-@pytest.mark.parametrize("link", slow_after(1, ["busy", "PCIe 5.0", "far"]))
+WEIGHTS_ON_LINKS = [
+    ("trained", "busy"),
+    ("in 8 bits", "busy"),
+    ("frozen", "busy"),
+    ("in 4 bits", "busy"),
+    *((name, link) for link in ("PCIe 5.0", "far") for name in OF_WEIGHTS),
+]
+
+
+@pytest.mark.parametrize(("name", "link"), slow_after(2, WEIGHTS_ON_LINKS))
 def test_where_weights_leave(name: str, link: str) -> None:
     """With weights and activations on the link, searched for and drawn, few of which are early enough."""
     case, profile = profile_of(name, link)

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
 from torch import nn
 from torch.profiler import ProfilerActivity
 
 import sacplan
-from sacplan.techniques.runtime.tensors import checksum, digest
+from sacplan.techniques.runtime.tensors import checksum
 from tests.support.ops import Ops
 from tests.support.recomputing import (
     assert_peak_is_replayed,
     discard_all,
     fitting_sites,
-    fuzz,
     plan_of,
     same_bits,
     state,
@@ -233,80 +229,21 @@ def test_a_buffer_that_is_filled_unseen_is_kept(fill: Callable[[torch.Tensor], t
     assert same_bits(step(model, batch()), step(planned, batch()))
 
 
-@pytest.mark.parametrize(
-    ("middle", "message"), [(overwrite_output, "other bits"), (overwrite_argument, "holds other values")]
-)
-def test_the_first_step_finds_what_was_written_unseen(
-    middle: Callable[[torch.Tensor], torch.Tensor], message: str
-) -> None:
+@pytest.mark.parametrize("middle", [overwrite_output, overwrite_argument])
+def test_the_first_step_finds_what_was_written_unseen(middle: Callable[[torch.Tensor], torch.Tensor]) -> None:
     model = outer(middle)
     planned, _ = discard_all(model)
-    with pytest.raises(sacplan.errors.RecipeError, match=message):
+    with pytest.raises(sacplan.errors.RecipeError, match="other bits"):
         step(planned, batch())
     unchecked, _ = discard_all(model, check=False)  # or the test above would prove nothing
     assert not same_bits(step(model, batch()), step(unchecked, batch()))
 
 
-def scaling(*shape: int) -> nn.Module:
-    """Its product is recomputed from its input and its weight."""
-    weight = nn.Parameter(torch.rand(*shape) + 0.5)
-    return FromFunction(lambda self, x: (x * self.weight).sin().exp(), weight=weight)
-
-
-def scaled(*shape: int) -> tuple[nn.Module, torch.Tensor]:
-    """A model with that unit, and a batch, after its first step: from then on there are no checksums."""
-    torch.manual_seed(0)
-    model, x = Outer(scaling(*shape)), torch.randn(*shape)
-    profile = sacplan.profile(model, x, device="cpu")
-    sacplan.apply(model, plan_of(profile, {"units.0": sorted(fitting_sites(profile, "units.0"))}))
-    model(x).backward()
-    return model, x
-
-
-def swap_rows(t: torch.Tensor) -> None:
-    t.data[[0, 1]] = t.data[[1, 0]]
-
-
-UNSEEN: dict[str, Callable[[torch.Tensor], Any]] = {
-    "one element, numpy": lambda t: t.detach().numpy().__setitem__((3, 5), 9.0),
-    "one element, .data": lambda t: t.data.__setitem__((-1, -1), 9.0),
-    "one row, DLPack": lambda t: torch.from_dlpack(torch.utils.dlpack.to_dlpack(t.detach()))[2].fill_(9.0),
-    "64 bytes, a pointer": lambda t: ctypes.memset(t.data_ptr() + t.nbytes // 3 // 4 * 4, 1, 64),
-    "two rows that change places": swap_rows,
-}
-
-
-@pytest.mark.parametrize("write", UNSEEN)
-@pytest.mark.parametrize("what", ["input", "weight"])
-@pytest.mark.parametrize("shape", [(24, 16), (1500, 16)])  # hashed, and added up in blocks
-def test_every_step_finds_what_autograd_cannot_see(write: str, what: str, shape: tuple[int, ...]) -> None:
-    model, x = scaled(*shape)
-    loss = model(x)
-    UNSEEN[write](x if what == "input" else next(model.parameters()))
-    with pytest.raises(sacplan.errors.RecipeError, match=rf"{shape[0]}, {shape[1]}\) holds other values"):
-        loss.backward()
-    model(x).backward()  # what is written before the forward pass is no concern
-
-
-@given(st.data())
-@fuzz(100)
-def test_any_write_changes_the_digest(data: st.DataObject) -> None:
-    n_bytes = data.draw(st.integers(1, 2**14) | st.integers(2**14 + 1, 2**16))
-    t = torch.randint(0, 256, (n_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n_bytes))
-    before = digest(t)
-    assert digest(t.clone()) == before
-    at = data.draw(st.integers(0, n_bytes - 1))
-    t[at] += data.draw(st.integers(1, 255))
-    assert digest(t) != before
-
-
-@pytest.mark.parametrize("look", [digest, checksum])
-@pytest.mark.parametrize("n", [2**10, 2**16])
-def test_digests_and_checksums_allocate_nothing_of_pytorchs(n: int, look: Callable[..., Any]) -> None:
-    t = torch.rand(n)
+def test_checksums_allocate_nothing_of_pytorchs() -> None:
+    t = torch.rand(2**16)
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         torch.empty(8)
-        look(t)
+        checksum(t)
     seen = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
     assert sum(n_bytes > 0 for n_bytes in seen) == 1  # the profiler sees allocations, and this is not one
 

@@ -41,9 +41,15 @@ def test_compiled_code_inside_of_a_unit(plan: sacplan.Plan, change: Callable[[LM
         sacplan.apply(change(make_model()), plan)
 
 
-@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.optim.swa_utils.AveragedModel])
-def test_wrappers(plan: sacplan.Plan, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    with pytest.raises(sacplan.errors.PlanError, match=rf"{wrap.__name__}.*Apply the plan first.*\.module"):
+@pytest.mark.parametrize(
+    ("wrap", "what"),
+    [
+        (torch.optim.swa_utils.AveragedModel, r"AveragedModel.*Apply the plan first.*\.module"),
+        (nn.DataParallel, "replicates this model.*wrap the model in DistributedDataParallel"),
+    ],
+)
+def test_wrappers(plan: sacplan.Plan, wrap: Callable[[nn.Module], nn.Module], what: str) -> None:
+    with pytest.raises(sacplan.errors.PlanError, match=what):
         sacplan.apply(wrap(make_model()), plan)
 
 

@@ -1,11 +1,10 @@
-"""Copies and replicas of a planned module compute with their own weights."""
+"""Copies of a planned module compute with their own weights."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -13,8 +12,6 @@ from torch import nn
 
 import sacplan
 from sacplan.techniques.recompute.executor.recipes import PlannedForward
-from sacplan.techniques.runtime.stand_ins import take_off
-from tests.support.threads import at_once
 from tests.zoo.layers import FeedForward
 
 DIM = 8
@@ -84,43 +81,10 @@ def test_a_deep_copy_has_a_plan_of_its_own(
     assert torch.equal(twin(x), plain(x))
 
 
-def replicas(model: nn.Sequential, factor: float) -> nn.Module:
-    """What ``torch.nn.parallel.replicate`` makes for a device, with weights that tell it from the original."""
-    replica = model._replicate_for_data_parallel()
-    for name, child in model._modules.items():
-        assert child is not None
-        inner = replicas(child, factor)  # type: ignore[arg-type]
-        replica._modules[name] = inner
-    for name, p in model._parameters.items():
-        if p is not None:
-            setattr(replica, name, p * factor)
-    return replica
-
-
-def test_replicas_on_threads_use_their_own_weights_and_the_plan() -> None:
-    model, x, handle = planned()
-    plain = copy.deepcopy(model)
-    for part in plain:
-        take_off(part, part.forward)
-    for _ in range(3):
-        gradients = []
-        for m in (model, plain):
-            m.zero_grad()
-            copies = [replicas(m, factor) for factor in (1.0, 2.0, 3.0)]
-            assert all(isinstance(c[0].forward, PlannedForward) is (m is model) for c in copies)
-            outs = _on_threads(copies, x)
-            for factor, out in zip((1.0, 2.0, 3.0), outs, strict=True):
-                wanted = copy.deepcopy(plain)
-                with torch.no_grad():
-                    for p in wanted.parameters():
-                        p.mul_(factor)
-                assert torch.equal(out, wanted(x))
-            sum(out.pow(2).mean() for out in outs).backward()
-            gradients.append([p.grad for p in m.parameters()])
-        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+def test_data_parallel_is_refused() -> None:
+    """Where it replicates, which it does on several GPUs."""
+    model, _, handle = planned()
+    with pytest.raises(sacplan.errors.PlanError, match=r"replicates module '0'.*DistributedDataParallel"):
+        model[0]._replicate_for_data_parallel()
     handle.remove()
     assert model[0].__dict__.keys() == FeedForward(DIM).__dict__.keys()
-
-
-def _on_threads(modules: list[nn.Module], x: torch.Tensor) -> list[torch.Tensor]:
-    return at_once(*[partial(module, x) for module in modules])

@@ -373,7 +373,8 @@ class _RecomputeRewriter:
             asked_by.scope,
             op.time_ms,
             op.flops,
-            op.workspace_bytes + op.state_bytes,  # room to read the generator's state after it
+            # As ``Draw.again``: a generator's state of now is held, and the one after the op is read beside it.
+            max(op.workspace_bytes, op.state_bytes) + op.state_bytes,
             tuple(values.get(s, s) for s in op.reads),
             tuple(made),
             (),

@@ -1,17 +1,14 @@
-"""Stand-ins for a module's forward, on the module and on copies of it.
+"""Stand-ins for a module's forward, on the module and on deep copies of it.
 
-A stand-in belongs to one module, but a shallow copy takes over the module's ``__dict__`` and would run it on the
-original's weights. So the module also gets, on the instance, what ``copy`` and ``pickle`` ask for its state and what
-``DataParallel`` asks for a replica:
-
-- ``copy.deepcopy`` and ``pickle`` give a module with a plan of its own.
-- ``copy.copy`` gives a module without a plan.
-- A replica has the plan, on its own weights.
+``copy.deepcopy`` and ``pickle`` copy a stand-in with its module. A shallow copy takes over the module's ``__dict__``,
+and would run on the original's weights. So the module also gets, on the instance, what ``copy.copy`` asks for its
+state, which is without the plan, and what ``DataParallel`` asks for a replica, which is an error.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,8 +22,6 @@ from sacplan.core.call_sites import StepDifference
 from sacplan.core.elements import is_inside
 from sacplan.errors import PlanError
 from sacplan.techniques.runtime.alignment import Differences, RecordedUnit
-
-_CARRIER = "_sacplan_plan"  # in a module's state
 
 
 class _CannotBeScripted(PlanError, AttributeError):
@@ -57,15 +52,6 @@ class StandIn:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run in place of the module's own forward."""
         raise NotImplementedError
-
-    def for_replica(self, replica: torch.nn.Module) -> StandIn:
-        """Return a stand-in for a replica, which may run on another thread."""
-        # Without ``__init__``: subclasses take other arguments, and a replica shares what has been learned.
-        other = type(self).__new__(type(self))
-        other.__dict__.update(self.__dict__, module=replica)
-        if isinstance(self.replaced, StandIn):
-            other.replaced = self.replaced.for_replica(replica)
-        return other
 
     @property
     def replaced_by_others(self) -> Callable[..., Any] | None:
@@ -214,11 +200,11 @@ def check_there(planned: Iterable[StandIn]) -> None:
 
 
 def put_on(module: torch.nn.Module, stand_in: StandIn) -> None:
-    """Make the module run ``stand_in``; its copies behave as the top of this file says."""
+    """Make the module run ``stand_in``."""
     # On the instance, where Python looks before it asks the class, and past ``Module.__setattr__``.
     module.__dict__["forward"] = stand_in
     module.__dict__["__getstate__"] = _State(module, stand_in)
-    module.__dict__["_replicate_for_data_parallel"] = _Replicate(module, stand_in)
+    module.__dict__["_replicate_for_data_parallel"] = functools.partial(_refuse_replica, stand_in.fqn)
 
 
 def take_off(module: torch.nn.Module, stand_in: StandIn) -> None:
@@ -231,7 +217,7 @@ def take_off(module: torch.nn.Module, stand_in: StandIn) -> None:
 
 def _clear(attributes: dict[str, Any], stand_in: StandIn) -> None:
     """Remove the plan from the attributes of a module, or of a copy of it."""
-    for name in ("__getstate__", "_replicate_for_data_parallel", _CARRIER):
+    for name in ("__getstate__", "_replicate_for_data_parallel"):
         attributes.pop(name, None)
     if attributes.get("forward") is stand_in:
         del attributes["forward"]
@@ -240,61 +226,32 @@ def _clear(attributes: dict[str, Any], stand_in: StandIn) -> None:
 
 
 @dataclass(eq=False)
-class _OfModule:
-    """An attribute that is put on a planned module, beside the stand-in for its forward."""
+class _State:
+    """The ``__getstate__`` of a planned module: a deep or pickled copy has the plan, and a shallow one has none.
+
+    Only the caller tells them apart: ``copy.copy`` and ``copy.deepcopy`` ask for the state in the same way.
+    """
 
     module: torch.nn.Module
     stand_in: StandIn
 
-
-class _Replicate(_OfModule):
-    """The ``_replicate_for_data_parallel`` of a module.
-
-    PyTorch's own copies the module's ``__dict__`` (``torch/nn/modules/module.py``), the stand-in with it.
-    """
-
-    def __call__(self) -> torch.nn.Module:
-        replica: torch.nn.Module = type(self.module)._replicate_for_data_parallel(self.module)
-        planned = replica.__dict__.get("forward") is self.stand_in
-        _clear(replica.__dict__, self.stand_in)
-        # A forward that others put on the module is bound to the original's weights. DataParallel without a
-        # plan would run it as it is, and so does this.
-        if planned and self.stand_in.replaced_by_others is None:
-            put_on(replica, self.stand_in.for_replica(replica))
-        return replica
-
-
-class _State(_OfModule):
-    """The ``__getstate__`` of a module."""
-
     def __call__(self) -> Any:
         own = getattr(type(self.module), "__getstate__", None)  # Python 3.10 has none for every object
         state = self.module.__dict__ if own is None else own(self.module)
-        if not isinstance(state, dict):
-            return state  # the class has a format of its own, in which there is no place for the plan
-        state = dict(state)
-        planned = state.get("forward") is self.stand_in
-        _clear(state, self.stand_in)
-        # ``copy.copy`` and ``copy.deepcopy`` ask for the state in the same way, so only the caller tells them
-        # apart.
-        if planned and sys._getframe(1).f_code is not copy.copy.__code__:
-            state["forward" if "forward" in state else _CARRIER] = _Carrier(self.module, self.stand_in)
+        if isinstance(state, dict) and sys._getframe(1).f_code is copy.copy.__code__:
+            state = dict(state)
+            _clear(state, self.stand_in)
         return state
 
 
-class _Carrier(_OfModule):
-    """A placeholder in a module's state: a deep or pickled copy that is made from the state gets a plan."""
-
-    def __reduce__(self) -> Any:
-        return _carried, (self.module, self.stand_in)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward that was there before the plan: a class that copies its state shallowly ends up here."""
-        replaced = self.stand_in.replaced_by_others
-        assert replaced is not None
-        return replaced(*args, **kwargs)
+def no_replicas(where: str) -> PlanError:
+    """Return the error for ``nn.DataParallel`` around what ``where`` names."""
+    return PlanError(
+        f"nn.DataParallel replicates {where} in each step, and a plan does not go with that. Run one process for each "
+        "GPU: apply the plan, and wrap the model in DistributedDataParallel, or shard it with fully_shard."
+    )
 
 
-def _carried(module: torch.nn.Module, stand_in: StandIn) -> StandIn:
-    put_on(module, stand_in)
-    return stand_in
+def _refuse_replica(fqn: str) -> torch.nn.Module:
+    """Stand in for the ``_replicate_for_data_parallel`` of a module: a replica would run on the original's weights."""
+    raise no_replicas(f"module {fqn!r}, which has a plan,")

@@ -1,11 +1,10 @@
-"""Cheap reads from tensors: views, versions, aliases, digests and checksums.
+"""Cheap reads from tensors: views, versions, aliases and checksums.
 
 Private PyTorch API, tried on 2.13: the thread's set of excluded dispatch keys.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ View = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
 """Size, strides, storage offset, dtype."""
 
 _REAL = frozenset({torch.Tensor, torch.nn.Parameter})
-_HASHED_BYTES, _BLOCK_BYTES = 2**14, 2**12
 _TYPE_OF_NUMBER = {int: np.int64, float: np.float64}
 _INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -91,39 +89,6 @@ def with_lent_number(args: Sequence[Any]) -> Sequence[Any]:
         return args
     lent = torch.from_numpy(np.array(number, _TYPE_OF_NUMBER[type(number)]))
     return (tensor, lent, *args[2:])
-
-
-def digest(t: torch.Tensor) -> int | None:
-    """Return a number that shows whether a CPU tensor was written, by whatever; None where that is not checked.
-
-    All bytes are read once, at about the memory's bandwidth, and none are allocated by PyTorch, whose peak a plan
-    predicts. Up to 16 KiB they are hashed. Of what is larger, 8-byte words are added up twice: by blocks of 4 KiB, and
-    by their place in a block. A write goes by unseen only if it leaves every block and every place its sum; to write a
-    value, or to let rows change places, does not.
-
-    Not checked are tensors on other devices, since reading them would synchronize, and tensors with gaps in their
-    memory, where others may write.
-    """
-    # See above: other devices, subclasses (a fake tensor has no bytes), and memory that others share.
-    if not t.is_cpu or type(t) not in _REAL or not _is_dense(t):
-        return None
-    address, n_bytes = t.data_ptr(), t.nbytes
-    if n_bytes <= _HASHED_BYTES:
-        return hash(ctypes.string_at(address, n_bytes))
-    memory = memoryview((ctypes.c_char * n_bytes).from_address(address))
-    in_blocks = n_bytes // _BLOCK_BYTES * _BLOCK_BYTES
-    words = np.frombuffer(memory, np.uint64, in_blocks // 8).reshape(-1, _BLOCK_BYTES // 8)
-    rest = ctypes.string_at(address + in_blocks, n_bytes - in_blocks)
-    return hash((words.sum(axis=1).tobytes(), words.sum(axis=0).tobytes(), rest))
-
-
-def _is_dense(t: torch.Tensor) -> bool:
-    """Whether its elements are all that lies between the first and the last, in any order of dimensions."""
-    if t.is_contiguous():
-        return t.numel() > 0
-    # ``last`` is the offset of the last element: with one element more than that there are no gaps.
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-    return 0 < t.numel() == last + 1
 
 
 def checksum(t: torch.Tensor) -> tuple[int, ...] | None:

@@ -80,8 +80,6 @@ class ChunkedForward(StandIn):
         axis = self._axis_of(tensor)
         # Everything that gets a gradient does so when the entry's node runs, so that one loop makes all of them.
         others = [*self.module.parameters(), *leaves[:at], *leaves[at + 1 :]]
-        for m in self.module.modules():  # replicas of DataParallel have their parameters as attributes
-            others += m.__dict__.get("_former_parameters", {}).values()
         others = [x for x in others if _gets_gradient(x)]
         if axis is None or not (tensor.requires_grad or others):
             return self.call_original(*args, **kwargs)  # no such axis; or nothing to differentiate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -19,13 +18,10 @@ from sacplan.torch_compat.private import is_plain
 
 
 class Board:
-    """The storages that have been sent in the forward pass that runs, by the number of their decision.
-
-    A replica that runs on another thread has entries of its own.
-    """
+    """The storages that have been sent in the forward pass that runs, by the number of their decision."""
 
     def __init__(self) -> None:
-        self._sent: dict[tuple[int, int], weakref.ref[SavedStorage]] = {}
+        self._sent: dict[int, weakref.ref[SavedStorage]] = {}
         self._told_of_hooks = False
 
     def __reduce__(self) -> Any:
@@ -33,11 +29,11 @@ class Board:
 
     def enter(self, number: int, saved: SavedStorage) -> None:
         """Note that a storage has been sent."""
-        self._sent[threading.get_ident(), number] = weakref.ref(saved)
+        self._sent[number] = weakref.ref(saved)
 
     def look_up(self, number: int) -> SavedStorage | None:
         """Return the storage that was sent last for a decision; None if nobody holds it any more."""
-        ref = self._sent.get((threading.get_ident(), number))
+        ref = self._sent.get(number)
         return None if ref is None else ref()
 
     def note_hooks(self, unit: str) -> None:

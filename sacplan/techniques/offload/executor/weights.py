@@ -317,13 +317,6 @@ class WeightForward(StandIn):
             nodes += custom_functions_since(number, out) if any(w.is_there for w in self.own) else ()
             return out
 
-    def for_replica(self, replica: torch.nn.Module) -> StandIn:
-        """Return the stand-in of a replica, whose parameters are copies of its own."""
-        other = super().for_replica(replica)
-        assert isinstance(other, WeightForward)
-        other.begins, other.own = [], []
-        return other
-
 
 class InstalledWeights(Installed):
     """Parameters of a model that lie on the host.

@@ -26,15 +26,9 @@ from sacplan.torch_compat.local_tensors import Wrapping, held_base, local_part
 
 @dataclass(slots=True)
 class FirstStep:
-    """Which comparisons are made when a unit's tensors are recomputed.
-
-    Attributes:
-        pending: whether discarded tensors leave checksums: true until the first has been compared.
-        digests: whether the arguments of recipes leave digests, in every step.
-    """
+    """Whether a unit's discarded tensors leave checksums: ``pending`` until the first has been compared."""
 
     pending: bool
-    digests: bool
 
 
 class RecipeHandle:

@@ -29,7 +29,7 @@ from sacplan.record.executor_notes import noted
 from sacplan.techniques.recompute.executor.draws import Draw
 from sacplan.techniques.runtime.recording import here
 from sacplan.techniques.runtime.saved import SavedStorage
-from sacplan.techniques.runtime.tensors import View, digest, view_of
+from sacplan.techniques.runtime.tensors import View, view_of
 from sacplan.techniques.runtime.writes import last_write_to
 from sacplan.torch_compat.kernel_settings import kernel_settings, set_kernel_settings
 from sacplan.torch_compat.ops import ArgumentPlace, OpTraits, is_between_ranks, tensors_in, waited_for
@@ -117,7 +117,7 @@ class HeldArg:
     Attributes:
         place: where it stands.
         tensor: an alias; None where ``saved`` has the contents in another place.
-        version, before, digested: its version, the last write that a mode saw, and its digest.
+        version, before: its version, and the last write that a mode saw.
         saved: the storage, where it may be taken away.
     """
 
@@ -125,7 +125,6 @@ class HeldArg:
     tensor: torch.Tensor | None
     version: int
     before: int
-    digested: int | None
     saved: SavedStorage | None
     view: View | None = None
     requires_grad: bool = False
@@ -152,7 +151,6 @@ class HeldArg:
         Raises:
             RecipeError: it is not what it was in the forward pass.
         """
-        # Three checks of what is kept, from cheap to expensive. The last one alone sees writes that bypass PyTorch.
         tensor = self.tensor
         if tensor is None:
             assert self.saved is not None
@@ -175,12 +173,6 @@ class HeldArg:
                 f"{node} has to run again in the backward pass, but an argument of shape {tuple(tensor.shape)} "
                 "has been freed: a parameter that fully_shard gathers only for its own module. Plan with "
                 "sacplan.profile(..., ranks=sacplan.FSDP2(...)), so that no unit contains several such modules."
-            )
-        if self.digested is not None and digest(tensor) != self.digested:
-            raise RecipeError(
-                f"{node} has to run again in the backward pass, but an argument of shape {tuple(tensor.shape)} "
-                "holds other values than in the forward pass: something wrote to it where autograd cannot see it "
-                f"(.data, numpy). Write to it after the backward pass; or, to keep the op's output, {node.pin}."
             )
         return tensor
 
@@ -241,8 +233,8 @@ class RecipeNode:
         The exception is an op that writes in place: it takes over its argument's value if nobody else needs that.
 
         Raises:
-            RecipeError: an argument is not what it was in the forward pass (its version, the last write that a mode
-                saw, its digest), or the random numbers cannot be drawn again.
+            RecipeError: an argument is not what it was in the forward pass (its version, or the last write that a mode
+                saw), or the random numbers cannot be drawn again.
         """
         # Copies: a node may run several times, and must not keep the tensors that one run puts in.
         args, kwargs = self.args.copy(), self.kwargs.copy() if self.kwargs else self.kwargs
@@ -281,12 +273,12 @@ class RecipeNode:
             if is_between_ranks(self.traits.func):
                 out = waited_for(out)
         else:
-            pinned, out = self.rng.again(self.traits.func, args, kwargs)
-            if not pinned:
+            same, out = self.rng.again(self.traits.func, args, kwargs)
+            if not same:
                 raise RecipeError(
                     f"{self} has to run again in the backward pass, but which random numbers it drew is not known: "
-                    "another thread drew from the same generator at that time. Give that thread a torch.Generator "
-                    f"of its own; or, to keep the op's output, {self.pin}."
+                    "another thread drew from the same generator, when the op first ran or now. Give that thread a "
+                    f"torch.Generator of its own; or, to keep the op's output, {self.pin}."
                 )
         noted.again = -1
         return (made,) if made is not None else tensors_of(out)

@@ -14,7 +14,7 @@ modules, wrapper subclasses), what has been written since, and ops that must not
 says. What is kept is still checked: a saved-tensor hook disables autograd's own check for in-place writes, so handles
 carry the version and check it themselves. A kernel that writes through a pointer (Triton, numpy) is seen by no mode and
 bumps no version; so in the first step of a unit each discarded tensor leaves a checksum, which the recomputed one must
-match; and on a CPU each kept argument of a recipe leaves a digest in every step.
+match.
 
 Related work: RETURNN's ``gradient_checkpoint_scope``, DTR (Kirisame et al. 2020). Known inefficiencies: every op in the
 forward of a unit passes through Python, kept ones too, since no op that writes may be missed, and so does every tensor
@@ -72,7 +72,7 @@ class PlannedForward(RecordedStandIn):
         self.tags = tags_of(recorded)
         self.tags.units.add(self)
         self._first_in_training: bool | None = None  # whether the first call was: evaluation runs other ops
-        self.first_step = FirstStep(check, check)
+        self.first_step = FirstStep(check)
         # By whether the module is in training mode, in which it runs other ops.
         self._schedules: dict[bool, Schedule] = {}
 

@@ -120,12 +120,10 @@ class UnitRecorder(Watching):
         self.learned: Schedule | None = None
         self.difference: StepDifference | None = None
         self._unit = recorded.fqn
-        self._first_step = first_step or FirstStep(False, False)
+        self._first_step = first_step or FirstStep(False)
         # By storage, what this call has saved; only where something may be taken away.
         self._saved = SavedStorages() if recorded.marks is not None else None
-        self._slots = SlotTable(
-            self._unit, self._first_step.digests, None if self._saved is None else self._saved.of
-        )
+        self._slots = SlotTable(self._unit, None if self._saved is None else self._saved.of)
         # The pack and the unpack hook that were there before; None if there were none.
         self._hooks_around: tuple[Any, Any] | None = None
         # While a schedule is followed: it, and the next op.
@@ -252,9 +250,9 @@ class UnitRecorder(Watching):
         overwritten = self._slots.before_write(traits, args, kwargs) if traits.written_names else None
         out = func(*given, **kwargs)
         recorded = noted.latest
-        # Not pinned: another thread drew from the same generator, so the op could not run again.
-        if draw is None or draw.is_pinned(func, args, kwargs):
-            self._slots.note(traits, site, op.times, args, kwargs, out, draw, overwritten, recorded)
+        if draw is not None:
+            draw.end()
+        self._slots.note(traits, site, op.times, args, kwargs, out, draw, overwritten, recorded)
         return out
 
     # --- leaving a schedule, and learning one ---

@@ -17,7 +17,7 @@ from sacplan.core.elements import CallSite
 from sacplan.techniques.recompute.executor.draws import Draw
 from sacplan.techniques.recompute.executor.nodes import HeldArg, RecipeNode, Slot, tensors_of
 from sacplan.techniques.runtime.saved import SavedOf
-from sacplan.techniques.runtime.tensors import digest, history_free_aliases, version_of, view_of
+from sacplan.techniques.runtime.tensors import history_free_aliases, version_of, view_of
 from sacplan.techniques.runtime.writes import last_writes, note_write
 from sacplan.torch_compat.ops import ArgumentPlace, OpTraits, is_ordinary_tensor, op_traits, tensors_in
 from sacplan.torch_compat.private import counts_writes_of, is_plain, storage_key
@@ -33,13 +33,11 @@ class SlotTable:
 
     Args:
         unit: the name of the unit, for messages.
-        digests: whether the tensors that nodes hold leave digests (``FirstStep``).
         saved_of: gives what the call has saved on a storage; None where nothing is taken away.
     """
 
-    def __init__(self, unit: str, digests: bool, saved_of: SavedOf | None = None) -> None:
+    def __init__(self, unit: str, saved_of: SavedOf | None = None) -> None:
         self._unit = unit
-        self._digests = digests
         self._saved_of = saved_of
         self._slots: dict[int, Slot] = {}
 
@@ -160,9 +158,8 @@ class SlotTable:
                 # it.
                 if t.requires_grad:
                     alias.requires_grad_()
-                digested = digest(t) if self._digests else None
                 saved = self._saved_of(t) if self._saved_of is not None else None
-                node.held.append(HeldArg(place, alias, t._version, last_writes.get(key, 0), digested, saved))
+                node.held.append(HeldArg(place, alias, t._version, last_writes.get(key, 0), saved))
 
     def _give(self, node: RecipeNode, made: Sequence[_OnStorage], overwritten: Slot | None) -> None:
         """Make the slots of a node's outputs."""
