@@ -115,12 +115,11 @@ def _where(is_active: Callable[[], object], kernel: FakeKernel) -> FakeKernel:
 
 
 def _register_layouts(stack: ExitStack) -> None:
-    # The kernels that are entered last are asked first. So those for sizes of 1 come before a CPU's own, and these
-    # before those for every device.
+    # The kernels that are entered last are asked first.
     for is_active, table in (
         (active_device, kernels_for("all devices")),
         (_active_cpu, kernels_for("CPU")),
-        (active_device, elementwise_kernels()),
+        (active_device, elementwise_kernels()),  # asked first: where a size is 1
     ):
         stack.enter_context(fake_kernels({op: _where(is_active, kernel) for op, kernel in table.items()}))
 

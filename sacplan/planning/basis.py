@@ -122,22 +122,24 @@ class Basis:
         return None if basis is self else basis
 
     def _settled_at(self, peak: Footprint, plan: tuple[Decision, ...], *, again: bool) -> Basis:
-        """Return it with what techniques settle about a moment of a plan, the plan's own decisions aside.
+        """Return this basis with what techniques settle about ``peak``.
+
+        It is returned as it is if that is nothing new, or does not go with the plan.
 
         Args:
-            peak: The moment.
+            peak: A moment of the plan.
             plan: What the plan decides beside what is settled.
-            again: Settle something else about units that are settled already, for as long as the peak of the plan stays
-                in modules of that kind and falls.
+            again: Units that are settled already may be settled otherwise. Repeats with the new peak, for as long as it
+                is lower and in modules of the same kind.
         """
         taken = (*self.settled, *plan, *(offer.furthest for offer in self.offers))
-        known = () if again else {one.unit for one in self.settled}
+        left_alone = () if again else {one.unit for one in self.settled}
         found = [
             one
             for name in self.techniques
             # Asked about the recorded step, since that is what decisions are carried out on.
             for one in TECHNIQUES[name].settled(self.recorded, peak, taken)
-            if one.unit not in known
+            if one.unit not in left_alone
         ]
         # What is found takes the place of what was settled about the same units.
         units = {one.unit for one in found}

@@ -437,12 +437,12 @@ def _computing_ms(seen: Profile) -> float:
 
 def _waits_ms(plan: Plan, profile: Profile) -> float:
     """Return how long computation waits for copies to the host and back, by the clocks of the recorded step."""
-    here = [one for technique, own in by_technique(plan.decisions) if not technique.takes_host for one in own]
-    if len(here) == len(plan.decisions):
+    stay = [one for technique, own in by_technique(plan.decisions) if not technique.takes_host for one in own]
+    if len(stay) == len(plan.decisions):
         return 0.0
     program = (profile if plan.partitions else profile.uncompiled).program
-    steps = (rewritten(program, decisions, profile.spec) for decisions in (plan.decisions, here))
-    return next(steps).step_ms - next(steps).step_ms
+    with_copies, without = (rewritten(program, d, profile.spec).step_ms for d in (plan.decisions, stay))
+    return with_copies - without
 
 
 def _infeasible(profile: Profile, room: Room, tries: Sequence[_Try]) -> InfeasibleBudget:

@@ -48,11 +48,12 @@ def price_of(values: Sequence[ForwardValue], names: Collection[str]) -> float:
 
 
 def without_forbidden(values: Sequence[ForwardValue], names: Collection[str]) -> frozenset[str]:
-    """Return what to save so that nothing runs again that must not, and else what these names leave to run again."""
+    """Return these names, and those of the values that would otherwise run again though they must not."""
     saved = set(names)
+    # ``needed`` looks into ``saved`` behind each yield, so what is added here is not followed to its inputs.
     for value in needed(values, saved):
         inputs = [values[i] for i in value.inputs]
-        # An op with several results is no value itself: its results are saved.
+        # An op with several results cannot be saved itself: if it must not run again, its results are saved.
         if any(v.rerun_ms == math.inf for v in (value, *(v for v in inputs if not v.is_savable))):
             saved.add(value.name)
     return frozenset(saved)

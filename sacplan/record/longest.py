@@ -92,12 +92,12 @@ class LongestBatch:
         return self._collate(samples[0] if self.rows is None else samples)
 
     def _longest(self, rows: int) -> list[int]:
-        """Return the samples with the most elements, and first those with the longest of each tensor."""
+        """Return ``rows`` samples: that with the most elements, those with the most in each tensor, others by size."""
         sizes = self._sizes
         by_size = sorted(sizes, key=lambda i: (-sum(sizes[i]), i))
-        first = [self._most_of(part, 1)[0] for part in range(max(map(len, sizes.values())))]
+        by_tensor = [self._most_of(part, 1)[0] for part in range(max(map(len, sizes.values())))]
         # A few samples may have to fill a batch, as those of a set that is smaller than its batches.
-        chosen = list(dict.fromkeys((by_size[0], *first, *by_size)))[:rows]
+        chosen = list(dict.fromkeys((by_size[0], *by_tensor, *by_size)))[:rows]
         return [chosen[k % len(chosen)] for k in range(rows)]
 
     def _most_of(self, part: int, rows: int) -> tuple[int, ...]:

@@ -298,7 +298,7 @@ class Recorder(Watching):
             return NotImplemented
         if is_composite(func):
             return run_in_parts(self, func, args, kwargs)
-        # At the first op behind the one that kept a number: only now has its output got its node.
+        # Autograd may have kept a Python number of the op before this one as a tensor; only now has its output a node.
         if self._numbers.latest is not None:
             try:
                 self._numbers.follow_latest()
@@ -320,7 +320,8 @@ class Recorder(Watching):
             if not self._paused:
                 self._record(call, given, seen, is_made=known is not None)
             elif seen is not None:
-                # Not recorded, but remembered: an optimizer's step that only makes its state runs the ops of the next.
+                # Not recorded, but ``seen`` remembers its figures: a step that only makes the optimizer's state runs
+                # the same ops as the one that is recorded next.
                 self._figures(call, seen)
         except Exception as error:
             self._fail(error)

@@ -84,10 +84,11 @@ def compiled_in_place(model: Any) -> Iterator[Any]:
     """
     modules: list[Any] = list(model.modules()) if isinstance(model, torch.nn.Module) else []
     with contextlib.ExitStack() as undo:
-        for module in reversed(modules):  # of two around a module, the outer one says how it is compiled
+        # Inner ones first: of two around one module, the outer one overwrites what the inner one has set.
+        for module in reversed(modules):
             inner = _inside(module)
             if inner is not module:
-                if module.dynamo_ctx.callback is None:
+                if module.dynamo_ctx.callback is None:  # made by torch.compiler.disable
                     raise TraceError(
                         f"torch.compiler.disable returned a {type(inner).__name__} of this model. Put the module "
                         "itself there, with module.forward = torch.compiler.disable(module.forward)."

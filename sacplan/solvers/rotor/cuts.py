@@ -122,10 +122,11 @@ def _without_bare_cuts(
     """
     size = program.storage_bytes
 
-    def saved_bytes(stage: Sequence[int], but: int) -> int:
+    def saved_beside(stage: Sequence[int], boundary: int) -> int:
         made = (s for op in stage for s in program.ops[op].writes)
-        return sum(size[s] for s in made if s in saved and s != but)
+        return sum(size[s] for s in made if s in saved and s != boundary)
 
+    # From the back: stages[0] is the stage behind the cut at hand, kept[0] the boundary in which that one ends.
     stages, kept = [ops[-1]], list[int]()
     for at in reversed(range(len(boundary))):
         storage = boundary[at]
@@ -134,9 +135,9 @@ def _without_bare_cuts(
         if storage in saved or (at == 0 and not kept):
             bare = False
         elif kept:
-            bare = size[kept[0]] <= size[storage] and saved_bytes(stages[0], kept[0]) < size[storage]
-        else:
-            bare = saved_bytes(ops[at], storage) < size[storage]
+            bare = size[kept[0]] <= size[storage] and saved_beside(stages[0], kept[0]) < size[storage]
+        else:  # the loss comes next: what counts is the stage in front
+            bare = saved_beside(ops[at], storage) < size[storage]
         if bare:
             stages[0] = ops[at] + stages[0]
         else:
