@@ -23,7 +23,6 @@ import bitsandbytes
 import peft
 import transformers
 
-from sacplan.core.budget import format_bytes
 from sacplan.device.devices import resolve_device
 from sacplan.device.kernel_workspaces import kernel_workspace_bytes
 from sacplan.device.op_kernels import Call
@@ -205,32 +204,15 @@ def test_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- several GPUs
 
 
-def units_of(profile: sacplan.Profile) -> str:
-    return " ".join(profile.assumptions)
-
-
-def test_fully_shard_keeps_the_types_of_frozen_parameters_and_says_who_does_not() -> None:
+def test_fully_shard_keeps_the_types_of_frozen_parameters() -> None:
     """Two bytes more for each frozen parameter in bfloat16, where a trainer makes all of them float32."""
     model = sacplan.with_lora(llama("meta"), LORA)
-    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     units = ["base_model.model.model.layers.*", ""]
     profile = sacplan.profile(model, batch(), device="h100", ranks=sacplan.FSDP2(4, units))
-    said = units_of(profile)
-    assert f"{format_bytes(2 * frozen)} more, {format_bytes(2 * frozen // 4)} on each of 4 ranks" in said
     as_float32 = sacplan.with_lora(llama("meta").float(), LORA)
     upcast = sacplan.profile(as_float32, batch(), device="h100", ranks=sacplan.FSDP2(4, units))
-    assert upcast.peak_bytes > profile.peak_bytes
-    assert "up to 1.12" not in units_of(upcast)
-    assert "up to 1.12" not in units_of(sacplan.profile(model, batch(), device="h100"))
-
-
-def test_packed_weights_are_no_shards_of_accelerates() -> None:
-    model = sacplan.with_lora(llama("meta"), LORA, NF4)
-    packed = sum(p.nbytes for p in model.parameters() if p.dtype == torch.uint8)
-    profile = sacplan.profile(
-        model, batch(), device="h100", ranks=sacplan.FSDP2(4, ["base_model.model.model.layers.*"])
-    )
-    assert f"each rank then holds all {format_bytes(packed)}" in units_of(profile)
+    frozen_bytes = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
+    assert upcast.peak_bytes > profile.peak_bytes + frozen_bytes // 4
 
 
 # --- the command line

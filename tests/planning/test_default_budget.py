@@ -191,13 +191,3 @@ def test_shares_are_refused(run: Callable[[str], Any], command: str) -> None:
     result = run(f"{command} train.py:make --budget 90%")
     assert result.exit_code == 2
     assert "Give bytes, --budget 20GiB" in result.stderr
-
-
-def test_report_without_a_budget_plans_where_the_step_needs_it(run: Callable[[str], Any]) -> None:
-    made = run("report train.py:make --device h100 --snapshot step.pickle --no-frontier --json")
-    assert json.loads(made.stdout)["plan"] is None
-    assert "no plan is needed" in made.stderr
-    made = run("report train.py:make --device small.json --snapshot step.pickle --no-frontier --json")
-    assert json.loads(made.stdout)["plan"] is None
-    assert "the report has no plan: no plan found keeps the step under 1.00 MiB" in made.stderr
-    assert run("report train.py:make --device tiny.json --budget 1MiB --snapshot step.pickle").exit_code == 3

@@ -104,23 +104,6 @@ def test_a_step_that_fits_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_an_infeasible_budget_asks_rotor_once_and_not_when_it_is_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from sacplan.solvers.rotor import sequences as search
-
-    asked = []
-    monkeypatch.setattr(search, "sequences", lambda *args: asked.append(args) or [])
-    profile = sacplan.profile(LM(layers=1), torch.randint(0, 128, (4, 32)), device="cpu")
-    with pytest.raises(sacplan.InfeasibleBudget) as info:
-        sacplan.plan(profile, "1%", "milp")
-    assert len(asked) == 1
-    assert "smallest peak" in str(info.value)
-    assert str(pickle.loads(pickle.dumps(info.value))) == str(info.value)
-    assert len(asked) == 1
-
-
-@pytest.mark.slow
 def test_the_default_asks_rotor_before_it_gives_up() -> None:
     """A chain that is so long that running each op at most twice is not enough."""
     torch.manual_seed(0)
