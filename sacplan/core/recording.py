@@ -81,9 +81,10 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
 
     @cached_property
     def inside_bytes(self) -> tuple[int, ...]:
-        """By op, the bytes while it runs beside those of its arguments and outputs: its workspace.
+        """By op, what to add to the bytes of its arguments and outputs for those alive while it runs: its workspace.
 
-        An op that makes an in-place version gets the bytes of the version that it overwrites, which are taken off here.
+        It may be negative. An op that writes in place is recorded as making a new version (``Op.replaces`` is the old
+        one). Both count as alive, but are the same memory, so one is taken off.
         """
         return tuple(
             op.workspace_bytes - (self.storage_bytes[op.replaces] if op.replaces >= 0 else 0)

@@ -65,15 +65,18 @@ def reduction_bytes(
 
 
 def _iterated(x: torch.Tensor, dims: Collection[int]) -> list[_Dim]:
-    """Return the dimensions as ``TensorIterator`` goes through them: those summed over first, then by stride."""
+    """Return the dimensions as ``TensorIterator`` goes through them: those summed over first, then by stride.
+
+    Neighbours that one stride can step over are joined, as its ``coalesce_dimensions`` does.
+    """
     found: list[_Dim] = []
-    stride = 1
+    out_stride = 1
     for dim in reversed(range(x.dim())):
         summed = dim in dims or not dims
         if x.shape[dim] > 1:
-            found.append((x.shape[dim], 0 if summed else stride, x.stride(dim)))
-        stride *= 1 if summed else x.shape[dim]
-    found.sort(key=lambda dim: (bool(dim[1]), dim[1], dim[2]))
+            found.append((x.shape[dim], 0 if summed else out_stride, x.stride(dim)))
+        out_stride *= 1 if summed else x.shape[dim]
+    found.sort(key=lambda each: (each[1] != 0, each[1], each[2]))
     joined: list[_Dim] = []
     for size, out, into in found:
         if (

@@ -158,15 +158,17 @@ class AutogradNodes:
         self._keeps = False  # whether the backward pass of that node keeps its graph
         self._numbers = numbers
         self._ops: dict[int, int] = {}  # autograd's next sequence number to the first op run at it
-        self._detached = {-1}  # ops that make no node
+        self._detached = set[int]()  # ops that make no node
 
     def ran(self, func: Any, op: int) -> None:
         """Note an op. The first one at a number made the node, or is the first inside of a custom function.
 
-        An executor's hook that packs what the node saves may detach tensors before that one.
+        A ``detach`` makes no node, and an executor's hook that packs what the node saves may run some before that op:
+        the next op takes its place.
         """
         number = autograd_sequence_number()
-        if self._ops.get(number, -1) in self._detached:
+        first = self._ops.get(number)
+        if first is None or first in self._detached:
             self._ops[number] = op
         if func is torch.ops.aten.detach.default:
             self._detached.add(op)
@@ -196,4 +198,4 @@ class AutogradNodes:
     def restart(self) -> None:
         """Begin a new record."""
         self._ops.clear()
-        self._detached = {-1}
+        self._detached = set()

@@ -150,21 +150,21 @@ def on_one_rank() -> Iterator[None]:
     with torch_names():
         from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 
-        calls: Any = _fully_shard
-        after_forward = calls._get_post_forward_mesh_info
+        fully_shard: Any = _fully_shard
+        after_forward = fully_shard._get_post_forward_mesh_info
 
-    plain, part = DeviceMesh.__init__, DeviceMesh.__getitem__
+    init, getitem = DeviceMesh.__init__, DeviceMesh.__getitem__
 
-    # A mesh has a real tensor of ranks, which fake modes must not see.
     def of_cpus(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        plain(mesh, "cpu", *args, **kwargs)
+        init(mesh, "cpu", *args, **kwargs)
 
     with (
-        replaced(DeviceMesh, __init__=modes_off()(of_cpus), __getitem__=modes_off()(part)),
-        replaced(calls, _get_post_forward_mesh_info=modes_off()(after_forward)),
+        # A mesh has a real tensor of ranks, which fake modes must not see; these three make or index a mesh.
+        replaced(DeviceMesh, __init__=modes_off()(of_cpus), __getitem__=modes_off()(getitem)),
+        replaced(fully_shard, _get_post_forward_mesh_info=modes_off()(after_forward)),
         # What was gathered ahead and never used, such as a frozen embedding, is waited for on the accelerator's stream.
         replaced(torch.accelerator, current_stream=torch.cpu.current_stream),
-        replaced(_fsdp_param, _chunk_with_empty=_Parts),
+        replaced(_fsdp_param, _chunk_with_empty=_Parts),  # makes only the shard that is indexed
         replaced(torch.Tensor, pin_memory=lambda tensor, *_: tensor),
     ):
         yield

@@ -48,21 +48,24 @@ def fake_empty_strided(
         return _wrapped(mode, meta)
 
 
+_MAKE_SUBCLASS: Any = torch.Tensor._make_subclass
+
+
 @contextmanager
 def fake_parameters() -> Iterator[None]:
-    """Inside, making a fake tensor one of a subclass of Parameter, such as bitsandbytes', leaves a fake Parameter."""
+    """Inside, a fake tensor that is made one of a subclass of Parameter, as by bitsandbytes, is a plain Parameter.
+
+    It is fake all the same; the subclass is lost.
+    """
 
     def made(kind: Any, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if type(data) is not FakeTensor or not issubclass(kind, torch.nn.Parameter):
             return _MAKE_SUBCLASS(kind, data, *args, **kwargs)
-        # As Parameter does with a tensor of another class, which would not know the subclass either.
+        # ``Parameter.__new__`` keeps the class of a tensor's subclass that it is given, here FakeTensor.
         return torch.nn.Parameter(data, *args, **kwargs)
 
     with replaced(torch.Tensor, _make_subclass=staticmethod(made)):
         yield
-
-
-_MAKE_SUBCLASS: Any = torch.Tensor._make_subclass
 
 
 def _wrapped(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:

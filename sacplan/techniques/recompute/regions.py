@@ -64,9 +64,9 @@ class Regions:
         program = self.program
         for storage, op in zip(program.handle_storages, program.handle_ops, strict=True):
             self._savers[storage].add(op)
-        self._packed: dict[int, set[int]] = defaultdict(set)
+        self._saving_scopes: dict[int, set[int]] = defaultdict(set)
         for storage, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
-            self._packed[storage].add(scope)
+            self._saving_scopes[storage].add(scope)
         # These ops are in no group that may be discarded, whatever part they are in.
         self._kept = self.pins.kept_ops | self._across_widest_units()
         self._parts, self._split = partition(program, self.pins)
@@ -142,14 +142,18 @@ class Regions:
         if group not in self._unit_of_group:
             program = self.program
             ops = [program.ops[op] for op in group]
-            scopes = {op.scope for op in ops}.union(*(self._packed[s] for op in ops for s in op.writes))
+            scopes = {op.scope for op in ops}.union(
+                *(self._saving_scopes[s] for op in ops for s in op.writes)
+            )
             # What may be discarded is read and saved in its own region alone, so the group does not leave it.
             widest_unit = self.pins.widest_unit(next(iter(scopes)))
             self._unit_of_group[group] = unit_around(program, scopes, widest_unit)
         return self._unit_of_group[group]
 
     def _across_widest_units(self) -> set[int]:
-        """Return the ops whose outputs are saved, or read by ops that may run again, outside of any possible unit.
+        """Return the forward ops whose output is used outside of the widest unit that may hold them.
+
+        Autograd saves it there, or an op reads it there that may run again.
 
         They are kept: no unit could record the op and also see the tensor being saved.
         """
@@ -166,8 +170,9 @@ class Regions:
                 continue
             # A reader that is never discarded leaves no node, so it may be anywhere.
             users = {program.ops[i].scope for i in self.program.readers.get(s, ()) if i not in pins.kept_ops}
-            users.update(self._packed.get(s, ()))
-            if {widest_unit(scope) for scope in users} - {widest_unit(program.ops[op].scope)}:
+            users.update(self._saving_scopes.get(s, ()))
+            own = widest_unit(program.ops[op].scope)
+            if any(widest_unit(scope) != own for scope in users):
                 found.add(op)
         return found
 
