@@ -99,18 +99,15 @@ class ChunkedForward(StandIn):
 
     def _axis_of(self, tensor: torch.Tensor) -> Axis | None:
         """Return the axis of the unit's input that is sliced; None, with a note, if the input has no such axis."""
-        dim, outer, inner = self.decision.dim, self.decision.outer, self.decision.inner
+        dim = self.decision.dim
         plain = is_plain(tensor) and not is_transforming()
-        if plain and dim < tensor.dim():
-            size, rest = divmod(tensor.shape[dim], outer * inner)
-            if size == 1 and not rest:
-                return None  # one slice
-            if size and not rest:
-                return Axis(dim, outer, size, inner)
+        if plain and dim < tensor.dim() and tensor.shape[dim]:
+            size = tensor.shape[dim]
+            return Axis(dim, 1, size, 1) if size > 1 else None  # else one slice
         kind = "" if plain else f" of type {type(tensor).__name__}, or inside a transform of torch.func"
         self._note(
             f"on an input of shape {tuple(tensor.shape)}{kind}",
-            f"on one whose dimension {dim} is a multiple of {outer * inner}",
+            f"on one with elements along dimension {dim}",
         )
         return None
 
