@@ -12,11 +12,7 @@ _OF_MODEL = (StorageKind.PARAMETER, StorageKind.BUFFER)
 
 
 class CannotChunk(Exception):
-    """Something cannot be computed in slices; the message says why. ``op``: the op that is in the way, or -1."""
-
-    def __init__(self, why: str, op: int = -1) -> None:
-        super().__init__(why)
-        self.op = op
+    """Something cannot be computed in slices; the message says why."""
 
 
 def entry_of(program: Program, unit: str) -> tuple[int, int]:

@@ -45,7 +45,7 @@ class ChunkedForward(StandIn):
         differences: notes where a call cannot run as planned.
 
     Attributes:
-        tally: counts of the last call's region.
+        tally: of the last call's region.
     """
 
     def __init__(
