@@ -83,7 +83,7 @@ class ChunkedForward(StandIn):
         others = [x for x in others if _gets_gradient(x)]
         if axis is None or not (tensor.requires_grad or others):
             return self.call_original(*args, **kwargs)  # no such axis; or nothing to differentiate
-        region = self._new_region(axis.size)
+        region = SlicedRegion(axis.size, self.decision.slices, self._note_whole)
         self.tally = region.tally
         leaves[at], token = enter(region, axis, tensor, others)
         args, kwargs = tree_unflatten(leaves, spec)
@@ -110,9 +110,6 @@ class ChunkedForward(StandIn):
             f"on one with elements along dimension {dim}",
         )
         return None
-
-    def _new_region(self, size: int) -> SlicedRegion:
-        return SlicedRegion(size, self.decision.slices, self._note_whole)
 
     def _note_whole(self, op: str, reason: str) -> None:
         self._note(f"{op} on whole tensors ({reason})", "in slices")
