@@ -16,7 +16,6 @@ from sacplan.core.decisions import Chunk
 from sacplan.errors import ChunkError
 from tests.support.chunks import VOCAB, allocations, chunked, close, loops_of, step
 from tests.support.slow import slow_after
-from tests.support.steps import mean_square
 from tests.zoo.language_models import LM, Tempered, tokens
 from tests.zoo.language_models import cross_entropy as plain_loss
 from tests.zoo.layers import FromFunction
@@ -96,7 +95,6 @@ LOSSES: dict[str, Loss] = {
     "by token": by_token,
     "distilled": against_a_teacher,
     "squared": lambda m, x: F.mse_loss(m(x), target(x)),
-    "mean square": mean_square,
 }
 
 

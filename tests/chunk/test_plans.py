@@ -217,12 +217,6 @@ def auxiliary() -> nn.Module:
     return FromFunction(forward, **dict(lm().named_children()))
 
 
-def with_norm_in_head() -> LM:
-    model = lm()
-    model.norm, model.head = nn.Identity(), nn.Sequential(nn.LayerNorm(32), nn.Linear(32, VOCAB))  # type: ignore[assignment]
-    return model
-
-
 def pixels() -> nn.Module:
     """A head on [batch, height, width, channels]."""
     torch.manual_seed(0)
@@ -245,7 +239,6 @@ STEPS: dict[str, Callable[[], Case]] = {
     "an auxiliary loss": lambda: Case(auxiliary(), batch_of(), with_auxiliary),
     "a head of values": lambda: Case(second_head(1), batch_of(), with_values),
     "two heads": lambda: Case(second_head(VOCAB), batch_of(), with_two_heads),
-    "a norm in the head": lambda: Case(with_norm_in_head(), batch_of(), cross_entropy),
     "pixels": lambda: Case(pixels(), torch.randn(2, 3, 8, 20), of_pixels),
 }
 
