@@ -107,8 +107,8 @@ class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
             the unit's backward alone. Its forward runs whole, and keeps nothing but the unit's input. ``"rest"``: all
             that is computed from the unit's input until it is reduced to numbers, forward and backward in one loop.
         slices: how many.
-        dim, outer, inner: the axis. Dimension ``dim``, seen as (outer, size, inner), is sliced along the middle.
-            It is a dimension of the unit's input; for a stretch, of what the op at its last site makes.
+        dim: the dimension of the unit's input; for a stretch, of what the op at its last site makes.
+        outer, inner: of a stretch. Its dimension, seen as (outer, size, inner), is sliced along the middle.
         sites: call sites of a stretch, in order, views aside. They run when the last one is reached.
         exits: of a stretch, the tensors that are needed after it: (position in ``sites``, which output of the op).
     """

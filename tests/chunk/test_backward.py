@@ -21,6 +21,7 @@ from sacplan.techniques.chunk.executor.install import InstalledChunks
 from sacplan.techniques.registry import rewritten
 from tests.chunk.test_module_plans import assert_is_the_fake_step
 from tests.support.chunks import step
+from tests.support.slow import slow_after
 from tests.support.steps import assert_predicted
 from tests.zoo.language_models import TokenModel
 from tests.zoo.language_models import cross_entropy as loss_fn
@@ -53,7 +54,7 @@ class Layer(nn.Module):
         return x + self.out(self.norm2(x))
 
 
-def make_case(layers: int = 3, batch: tuple[int, int] = (2, 96)) -> tuple[nn.Module, torch.Tensor]:
+def make_case(layers: int = 2, batch: tuple[int, int] = (2, 96)) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     model = TokenModel((Layer(DIM) for _ in range(layers)), DIM, VOCAB).to(torch.bfloat16)
     return model, torch.randint(0, VOCAB, batch)
@@ -64,7 +65,7 @@ def profile_on(device: str) -> sacplan.Profile:
     return sacplan.profile(*make_case(), loss_fn, device=device)
 
 
-NORMS = tuple(Chunk(f"layers.{i}.norm{k}", "backward", 4, 1) for i in range(3) for k in (1, 2))
+NORMS = tuple(Chunk(f"layers.{i}.norm{k}", "backward", 4, 1) for i in range(2) for k in (1, 2))
 
 
 def with_recomputation(profile: sacplan.Profile) -> tuple[Decision, ...]:
@@ -77,7 +78,7 @@ def planned(profile: sacplan.Profile) -> sacplan.Plan:
     return plan_by_hand(profile, with_recomputation(profile), "by hand")
 
 
-@pytest.mark.parametrize("device", ["cpu", "h100"])
+@pytest.mark.parametrize("device", slow_after(1, ["h100", "cpu"]))
 def test_the_rewritten_step_is_the_fake_one(device: str) -> None:
     assert plan_by_hand(profile_on(device), NORMS, "by hand").peak_bytes < profile_on(device).peak_bytes
     assert_is_the_fake_step(profile_on(device), *make_case(), NORMS)
@@ -133,15 +134,13 @@ def test_all_that_are_alike_get_one_decision() -> None:
     program, spec = profile.program, profile.spec
     scope = program.calls["layers.1.norm1"][0]
     found = backward_chunks(program, scope, spec, NO_PINS, ())
-    assert [chunk.unit for chunk in found] == [f"layers.{i}.norm1" for i in range(3)]
+    assert [chunk.unit for chunk in found] == [f"layers.{i}.norm1" for i in range(2)]
     more = backward_chunks(program, scope, spec, NO_PINS, found)
     assert more == tuple(msgspec.structs.replace(chunk, slices=2 * chunk.slices) for chunk in found)
     most = tuple(msgspec.structs.replace(chunk, slices=64) for chunk in found)
     assert backward_chunks(program, scope, spec, NO_PINS, most) == ()
-    pins = resolve_pins(program, profile.fingerprint, ("layers.2.norm1",), ())
-    assert [c.unit for c in backward_chunks(program, scope, spec, pins, ())] == [
-        f"layers.{i}.norm1" for i in range(2)
-    ]
+    pins = resolve_pins(program, profile.fingerprint, ("layers.0.norm1",), ())
+    assert [c.unit for c in backward_chunks(program, scope, spec, pins, ())] == ["layers.1.norm1"]
 
 
 def test_gradients_that_are_let_go_of_at_once() -> None:

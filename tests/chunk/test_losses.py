@@ -15,7 +15,7 @@ from benchmarks.harness.mixed_plans import plan_with
 from sacplan.core.decisions import Chunk
 from sacplan.errors import ChunkError
 from tests.support.chunks import VOCAB, allocations, chunked, close, loops_of, step
-from tests.support.steps import mean_square
+from tests.support.slow import slow_after
 from tests.zoo.language_models import LM, Tempered, tokens
 from tests.zoo.language_models import cross_entropy as plain_loss
 from tests.zoo.layers import FromFunction
@@ -78,11 +78,6 @@ def smooth(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return F.smooth_l1_loss(model(x), target(x))
 
 
-def soft_capped(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    logits = 30 * torch.tanh(model(x) / 30)
-    return F.cross_entropy(logits.flatten(0, 1), x.flatten())
-
-
 def picked(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Log-probabilities of the tokens, as in preference losses."""
     scores = model(x)[:, :-1].log_softmax(-1).gather(-1, x[:, 1:, None]).squeeze(-1)
@@ -100,36 +95,30 @@ LOSSES: dict[str, Loss] = {
     "by token": by_token,
     "distilled": against_a_teacher,
     "squared": lambda m, x: F.mse_loss(m(x), target(x)),
-    "mean square": mean_square,
-    "soft-capped": soft_capped,
 }
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("slices", [3, 8])
-def test_a_loss_outside_of_the_model(model: LM, batch: torch.Tensor, name: str, slices: int) -> None:
+@pytest.mark.parametrize(("slices", "device"), slow_after(1, [(3, "h100"), (8, "cpu")]))
+def test_a_loss_outside_of_the_model(
+    model: LM, batch: torch.Tensor, name: str, slices: int, device: str
+) -> None:
     plain = step(model, batch, LOSSES[name])
     with chunked(model, slices=slices):
         got = step(model, batch, LOSSES[name])
         assert loops_of(model) == 1
     close(got, plain, near=("head.",))
-    assert_predicted(model, batch, LOSSES[name], slices)
+    assert_predicted(model, batch, LOSSES[name], slices, device)
 
 
-def assert_predicted(
-    model: nn.Module,
-    batch: torch.Tensor,
-    loss_fn: Loss,
-    slices: int,
-) -> None:
+def assert_predicted(model: nn.Module, batch: torch.Tensor, loss_fn: Loss, slices: int, device: str) -> None:
     """What the slices are said to take is what a fake step takes."""
-    for device in ("cpu", "h100"):
-        profile = sacplan.profile(model, batch, loss_fn, device=device)
-        plan = plan_with(profile, [Chunk("head", "rest", slices, 1)])
-        seen = sacplan.verify(model, batch, plan, loss_fn)
-        assert not seen.differences
-        assert seen.peak_bytes == plan.peak_bytes
-        assert seen.step_ms == pytest.approx(plan.planned_ms, rel=1e-6)
+    profile = sacplan.profile(model, batch, loss_fn, device=device)
+    plan = plan_with(profile, [Chunk("head", "rest", slices, 1)])
+    seen = sacplan.verify(model, batch, plan, loss_fn)
+    assert not seen.differences
+    assert seen.peak_bytes == plan.peak_bytes
+    assert seen.step_ms == pytest.approx(plan.planned_ms, rel=1e-6)
 
 
 @pytest.mark.parametrize(("loss_fn", "loops"), [(weighted, 1), (picked, 2), (transposed, 1), (smooth, 1)])
@@ -140,7 +129,7 @@ def test_a_loss_whose_rows_are_only_close(model: LM, batch: torch.Tensor, loss_f
         got = step(model, batch, loss_fn)
         assert loops_of(model) == loops
     close(got, plain, near=("",), rtol=2e-6)
-    assert_predicted(model, batch, loss_fn, 8)
+    assert_predicted(model, batch, loss_fn, 8, "cpu")
 
 
 def distilled() -> FromFunction:
@@ -252,16 +241,6 @@ def test_without_gradients_nothing_is_lazy(model: LM, batch: torch.Tensor) -> No
         assert type(model(batch)) is torch.Tensor
 
 
-def test_two_micro_batches(model: LM, batch: torch.Tensor) -> None:
-    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        (plain_loss(model, x[:1]) / 2).backward()
-        return plain_loss(model, x[1:]) / 2
-
-    plain = step(model, batch, loss_fn)
-    with chunked(model):
-        close(step(model, batch, loss_fn), plain, near=("head.",))
-
-
 def test_another_size_than_planned(model: LM) -> None:
     """Slices are of the length that the call has."""
     with chunked(model, slices=7):
@@ -273,26 +252,9 @@ def test_another_size_than_planned(model: LM) -> None:
             model.head.__dict__["forward"] = handle
 
 
-def test_an_axis_inside_of_a_dimension(batch: torch.Tensor) -> None:
-    """The head sees batch and sequence as one dimension, of which the sequence is sliced."""
-
-    def forward(self: FromFunction, tokens: torch.Tensor) -> torch.Tensor:
-        h = self.norm(self.layers[0](self.embed(tokens)))
-        return self.head(h.flatten(0, 1)).view(*tokens.shape, -1)
-
-    torch.manual_seed(0)
-    model = FromFunction(forward, **dict(LM(layers=1, dim=32, heads=2, vocab=VOCAB).named_children()))
-    plain = step(model, batch, shifted)
-    with chunked(model, dim=0, outer=2) as installed:
-        got = step(model, batch, shifted)
-        assert loops_of(model) == 1
-        assert not installed.differences
-    close(got, plain, near=("head.",))
-
-
 def test_an_input_that_does_not_fit_runs_plainly(model: LM, batch: torch.Tensor) -> None:
     plain = step(model, batch, plain_loss)
-    with chunked(model, dim=1, outer=5) as installed:
+    with chunked(model, dim=3) as installed:
         got = step(model, batch, plain_loss)
         assert all(torch.equal(got[n], t) for n, t in plain.items())
         assert "on an input of shape (2, 48, 32)" in str(installed.differences[0])
@@ -314,27 +276,14 @@ def test_an_op_without_a_rule_sees_whole_tensors(model: LM, batch: torch.Tensor)
 # --- autograd
 
 
-def test_a_graph_that_is_retained(model: LM, batch: torch.Tensor) -> None:
-    def twice(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        loss = plain_loss(model, x)
-        loss.backward(retain_graph=True)
-        return loss
-
-    plain = step(model, batch, twice)
-    with chunked(model):
-        close(step(model, batch, twice), plain, near=("head.",))
-
-
 @pytest.mark.filterwarnings("ignore:Using backward..:UserWarning")
 def test_second_derivatives_are_refused_by_name(model: LM, batch: torch.Tensor) -> None:
     with chunked(model), pytest.raises(ChunkError, match="create_graph"):
         plain_loss(model, batch).backward(create_graph=True)
 
 
-@pytest.mark.parametrize("frozen", ["head", "all but the head"])
-def test_frozen_parameters(model: LM, batch: torch.Tensor, frozen: str) -> None:
-    for name, p in model.named_parameters():
-        p.requires_grad_(name.startswith("head.") != (frozen == "head"))
+def test_a_frozen_head(model: LM, batch: torch.Tensor) -> None:
+    model.head.requires_grad_(False)
     plain = step(model, batch, plain_loss)
     with chunked(model):
         close(step(model, batch, plain_loss), plain, near=("head.",))

@@ -200,6 +200,11 @@ def under_autocast(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return loss_fn(model, x)
 
 
+@functools.cache
+def of_residual_net() -> sacplan.Profile:
+    return sacplan.profile(residual_net(), torch.randint(0, VOCAB, (4, 96)), under_autocast, device="cpu")
+
+
 def plan_of_both(profile: sacplan.Profile, *chunks: Chunk) -> sacplan.Plan:
     """Layers in slices, and of each the cast of a weight discarded that only the backward pass reads."""
     cast = CallSite("aten._to_copy.default", 1, "down")
@@ -223,7 +228,7 @@ def test_a_layer_in_slices_that_discards_casts_takes_what_is_predicted(slices: i
 
 
 def test_layers_of_a_list_are_alike() -> None:
-    profile = sacplan.profile(residual_net(), torch.randint(0, VOCAB, (4, 96)), under_autocast, device="cpu")
+    profile = of_residual_net()
     found = module_chunks(profile.program, profile.program.calls["layers.1"][0], profile.spec)
     assert [each[0].unit for each in found] == ["layers.0", "layers.1"]
 
@@ -231,8 +236,7 @@ def test_layers_of_a_list_are_alike() -> None:
 def test_a_handle_on_a_module_with_both_is_removed() -> None:
     """One stand-in lies over the other; copies have both, and shallow ones none."""
     model, batch = residual_net(), torch.randint(0, VOCAB, (4, 96))
-    profile = sacplan.profile(model, batch, under_autocast, device="cpu")
-    plan = plan_of_both(profile, Chunk("layers.0", "module", 2, 1))
+    plan = plan_of_both(of_residual_net(), Chunk("layers.0", "module", 2, 1))
     before = {name: set(module.__dict__) for name, module in model.named_modules()}
     handle = sacplan.apply(model, plan)
     assert handle.units.count("layers.0") == 2

@@ -31,26 +31,16 @@ def sharded(model: LM) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     mesh = dist.device_mesh.init_device_mesh("cpu", (RANKS,))
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    for module in (model.head, *model.layers, model):
+        fully_shard(module, mesh=mesh)
     return model
-
-
-def sharded_with_head(model: LM) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(model.head, mesh=dist.device_mesh.init_device_mesh("cpu", (RANKS,)))
-    return sharded(model)
 
 
 BOTH = ("recompute", "chunk")
 VOCAB = 1001
-LAYERS = ["layers.*"]
 WRAPS: dict[str, tuple[Wrap, sacplan.DDP | sacplan.FSDP2]] = {
     "replicated": (replicated, sacplan.DDP(RANKS)),
-    "sharded": (sharded, sacplan.FSDP2(RANKS, LAYERS)),
-    "sharded, the head too": (sharded_with_head, sacplan.FSDP2(RANKS, [*LAYERS, "head"])),
+    "sharded": (sharded, sacplan.FSDP2(RANKS, ["layers.*", "head"])),
 }
 
 

@@ -15,6 +15,7 @@ from torch import nn
 import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from sacplan.core.decisions import Chunk
+from tests.support.slow import slow_after
 from tests.support.steps import grads_of, mean_square
 from tests.zoo.layers import FromFunction, Residual, Uneven
 
@@ -42,7 +43,6 @@ def test_a_sum_around_the_module_that_the_rest_begins_with(others: tuple[int, ..
 @pytest.mark.parametrize(
     ("span", "units"),
     [
-        ("module", ("layers.0",)),
         ("module", ("layers.0", "layers.2")),
         ("module", ("layers.0.0",)),
         ("backward", ("layers.0.0", "layers.2.0")),
@@ -92,7 +92,7 @@ BESIDE: dict[str, tuple[Any, nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("name", slow_after(4, BESIDE))
 def test_what_reads_the_input_beside_the_module(name: str) -> None:
     torch.manual_seed(0)
     check(around(*BESIDE[name]), torch.randn(4, 64, 32), [Chunk("1.inner", "rest", 16, 1)])
@@ -107,7 +107,7 @@ HANDED_ON: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", HANDED_ON)
+@pytest.mark.parametrize("name", slow_after(2, HANDED_ON))
 def test_a_gradient_that_is_handed_on_in_the_module_and_beside_it_is_refused(name: str) -> None:
     """Both may be one tensor, or views of one: which is the module's cannot be told."""
     torch.manual_seed(0)

@@ -110,7 +110,7 @@ def fused() -> tuple[nn.Module, Any]:
     return nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), torch.randn(2, 64, 32)
 
 
-@pytest.mark.parametrize("make", [transformer, fused])
+@pytest.mark.parametrize("make", slow_after(1, [fused, transformer]))
 def test_on_a_gpu_a_plan_is_the_fake_step(make: Make) -> None:
     model, batch = make()
     profile = profile_of(model.eval(), batch, "h100")
@@ -122,9 +122,9 @@ def test_on_a_gpu_a_plan_is_the_fake_step(make: Make) -> None:
 
 
 def test_time_and_flops_are_those_of_the_fake_step() -> None:
-    model, batch = transformer()
+    model, batch = attention()
     profile = profile_of(model.eval(), batch)
-    plan = sacplan.plan(profile, share(profile, 0.5))
+    plan = sacplan.plan(profile, "smallest")
     program = rewritten(profile.program, plan.decisions, profile.spec)
     seen = sacplan.verify(model, batch, plan)
     assert program.flops == profile.program.flops == seen.recompute_flops + plan.step_flops
@@ -332,7 +332,11 @@ def test_random_ops_are_in_no_loop() -> None:
         assert_close(outputs(model, x), expected)
 
 
-@pytest.mark.parametrize("make", [lambda: (branching(), torch.randn(40, 16)), attention, SLOW_EVOFORMER])
+def small_branching() -> tuple[nn.Module, Any]:
+    return branching(), torch.randn(40, 16)
+
+
+@pytest.mark.parametrize("make", [SLOW_EVOFORMER, *slow_after(1, [small_branching, attention])])
 def test_every_candidate_is_what_happens(make: Make) -> None:
     """One by one, in slices that do not come out even: a plain step is the ground truth."""
     model, batch = make()

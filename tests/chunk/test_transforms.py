@@ -12,6 +12,7 @@ from torch import nn
 import sacplan
 from sacplan.errors import ChunkError
 from tests.support.chunks import chunked
+from tests.support.slow import slow_after
 from tests.zoo.layers import Residual
 
 
@@ -34,7 +35,7 @@ def of_parameters(model: nn.Module, x: torch.Tensor) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::sacplan.errors.SacplanWarning")
-@pytest.mark.parametrize("span", ["module", "rest"])
+@pytest.mark.parametrize("span", slow_after(1, ["module", "rest"]))
 @pytest.mark.parametrize(
     "run",
     [

@@ -13,6 +13,7 @@ import sacplan
 from benchmarks.harness.mixed_plans import plan_with
 from sacplan.core.decisions import Chunk
 from sacplan.techniques.chunk.entries import loss_chunks
+from sacplan.techniques.chunk.executor.forward import ChunkedForward
 from sacplan.techniques.chunk.executor.install import InstalledChunks
 from sacplan.torch_compat.allocations import allocation_events
 
@@ -69,9 +70,10 @@ def close(
 
 
 def loops_of(model: nn.Module, unit: str = "head") -> int:
-    tally = model.get_submodule(unit).forward.tally
-    assert not tally.whole
-    return tally.loops
+    forward = model.get_submodule(unit).forward
+    assert isinstance(forward, ChunkedForward)
+    assert not forward.differences.by_unit
+    return forward.tally.loops
 
 
 def allocations(run: Callable[[], object]) -> tuple[list[int], int]:

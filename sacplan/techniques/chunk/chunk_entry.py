@@ -12,11 +12,7 @@ _OF_MODEL = (StorageKind.PARAMETER, StorageKind.BUFFER)
 
 
 class CannotChunk(Exception):
-    """Something cannot be computed in slices; the message says why. ``op``: the op that is in the way, or -1."""
-
-    def __init__(self, why: str, op: int = -1) -> None:
-        super().__init__(why)
-        self.op = op
+    """Something cannot be computed in slices; the message says why."""
 
 
 def entry_of(program: Program, unit: str) -> tuple[int, int]:
@@ -71,17 +67,15 @@ class ChunkSpan:
         """Return the span of a decision.
 
         Raises:
-            CannotChunk: its module is not called once, or what enters has no such axis.
+            CannotChunk: its module is not called once, or what enters has no such dimension.
         """
         call, tensor = entry_of(program, chunk.unit)
         like, scope = program.tensors[tensor], program.scopes[call]
-        if chunk.dim >= len(like.shape) or like.shape[chunk.dim] % (chunk.outer * chunk.inner):
+        if chunk.dim >= len(like.shape) or (chunk.outer, chunk.inner) != (1, 1):
             raise CannotChunk(
-                f"what enters {chunk.unit!r} has shape {like.shape}, which has no such axis ({chunk})"
+                f"what enters {chunk.unit!r} has shape {like.shape}, and only a whole dimension of it is sliced"
             )
-        # The dimension is (outer, size, inner) in one, of which the middle is sliced.
-        size = like.shape[chunk.dim] // (chunk.outer * chunk.inner)
-        axis = Axis(chunk.dim, chunk.outer, size, chunk.inner)
+        axis = Axis(chunk.dim, 1, like.shape[chunk.dim], 1)
         first, end = scope.first_op, scope.end_op
         # A chunk of the rest goes on behind the module, up to the loss.
         forward = range(first, end if chunk.span != "rest" else len(program.ops))

@@ -23,7 +23,6 @@ from sacplan.core.elements import Op
 from sacplan.core.factors.rule import Rule, rule_of
 from sacplan.core.program import Program
 from sacplan.core.replayed_calls import Opaque, call_with, dtype_of
-from sacplan.techniques.chunk.flow import FactorCut, Window, window_of
 from sacplan.torch_compat.ops import is_alias, op_named
 
 
@@ -146,13 +145,6 @@ class Dataflow:
         """Return the tensors that some ops read and do not make, in the order of first use."""
         made = {t for i in ops for t in self.outputs[i]}
         return dict.fromkeys(t for i in ops for t in self.inputs[i] if t not in made)
-
-    def slices_read(self, op: int, cut: FactorCut | None) -> list[Window | None]:
-        """Return by input of an op the part that one slice reads; None: all of it."""
-        rule = self.rules[op]
-        if rule is None or cut is None:
-            return [None] * len(self.inputs[op])
-        return [window_of(dims, rule.sizes, cut) for dims in rule.inputs]
 
     def read_after(self, storage: int, op: int) -> bool:
         """Whether a storage is needed after an op: by a later one, or by whoever holds it when the step is over."""

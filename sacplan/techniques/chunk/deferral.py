@@ -153,20 +153,20 @@ class DeferredRun:
         # computes the same out of place (see in_place.py).
         func = op_named(OUT_OF_PLACE.get(op.name, op.name))
         if func is None:
-            raise CannotChunk(f"this process has no op {op.name}", index)
+            raise CannotChunk(f"this process has no op {op.name}")
         try:
             args, kwargs = call_with(op.arguments, [self.tensor(t, known) for t in op.inputs])
             loops = self.region.tally.loops
             run = _deferred if any(t in known for t in op.inputs) else _call
             out, seen = self.rehearsal.seen(lambda: run(func, args, kwargs))
         except (Opaque, ChunkError) as error:
-            raise CannotChunk(str(error), index) from error
+            raise CannotChunk(str(error)) from error
         # To defer it ran a loop: it needs a number that the slices make.
         if self.region.tally.loops > loops:
             self.computed.append(index)
         outputs = list(tensors_in(out))
         if len(outputs) != len(op.outputs):
-            raise CannotChunk(f"{op.name} gave {len(outputs)} results instead of {len(op.outputs)}", index)
+            raise CannotChunk(f"{op.name} gave {len(outputs)} results instead of {len(op.outputs)}")
         for t, made in zip(op.outputs, outputs, strict=True):
             storage = self.program.tensors[t].storage
             # A lazy result does not come into being here. Any other is there, as in the plain step.

@@ -114,35 +114,26 @@ def loss_chunks(program: Program, device: DeviceSpec, after: int = -1) -> LossCh
             if best is None or most * _SAME < best[0]:
                 best = most, chunk
     if best is None:
-        return LossChunks((), refused or _called_often(program))
+        return LossChunks((), refused)
     powers = [2**i for i in range(1, _MOST_SLICES.bit_length())]
     return LossChunks(_offered(program, best[1], powers), {})
 
 
 def _last_modules(program: Program, after: int) -> Iterator[str]:
-    """Yield modules that are called once, the last ones first; of those that begin at one op, the innermost first."""
+    """Yield the last modules that are called once, then others, which will be refused: such as one of micro-batches.
+
+    Of both the last ones first; of those that begin at one op, the innermost first.
+    """
     ops = program.ops
     last = max((i for i, op in enumerate(ops) if op.phase is Phase.FORWARD), default=-1)
     first = max(after + 1, last - _MOST_OPS)
     found = [
-        (program.scopes[calls[0]].first_op, calls[0], fqn)
+        (len(calls) == 1, program.scopes[calls[-1]].first_op, calls[-1], fqn)
         for fqn, calls in program.calls.items()
-        if len(calls) == 1 and fqn and program.scopes[calls[0]].first_op >= first
+        if fqn and program.scopes[calls[-1]].first_op >= first
     ]
-    for _, _, fqn in sorted(found, reverse=True)[:_TRIED]:
+    for *_, fqn in sorted(found, reverse=True)[:_TRIED]:
         yield fqn
-
-
-def _called_often(program: Program) -> dict[str, str]:
-    """Refuse the last modules of a step in which all are called several times, such as one of several micro-batches."""
-    refused: dict[str, str] = {}
-    often = {fqn: calls for fqn, calls in program.calls.items() if fqn and len(calls) > 1}
-    for unit in sorted(often, key=lambda fqn: program.scopes[often[fqn][-1]].first_op, reverse=True)[:_TRIED]:
-        try:
-            entry_of(program, unit)
-        except CannotChunk as error:
-            refused[unit] = str(error)
-    return refused
 
 
 # --- modules

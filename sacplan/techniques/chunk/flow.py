@@ -4,8 +4,8 @@ A factor rule says how the dimensions of an op's tensors belong together. So an 
 of one tensor tells the slices of all others that have this factor:
 
 - forward, from what it reads (``cut_of_inputs``): ops that are deferred one by one behind the input of a module;
-- backward, from what its readers ask for (``cut_of_outputs``): ops that belong to a loop since all that they make is
-  read there, always in the same slices. One that is asked for in two ways, or as a whole, runs before the loop.
+- backward, from what its readers ask for (``cuts``): ops that belong to a loop since all that they make is read there,
+  always in the same slices. One that is asked for in two ways, or as a whole, runs before the loop.
 
 The planner goes through a recorded program (``regions.py``), the executor through the ops that it has deferred.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -71,8 +71,8 @@ def cut_of_inputs(rule: Rule | None, windows: Iterable[Window | None]) -> Factor
     return found.pop() if len(found) == 1 else None
 
 
-def cut_of_outputs(rule: Rule | None, asked: Sequence[Collection[Window | None]]) -> FactorCut | None:
-    """Return how an op is cut of which these slices are asked for (None: all); None if it cannot make just these."""
+def _cut_of_outputs(rule: Rule | None, asked: Iterable[Collection[Window | None]]) -> FactorCut | None:
+    """Return how an op is cut of which these slices are asked for (None: all); None if that is no cut of it."""
     if rule is None:
         return None  # it must see whole tensors
     found = {
@@ -80,8 +80,7 @@ def cut_of_outputs(rule: Rule | None, asked: Sequence[Collection[Window | None]]
         for dims, windows in zip(rule.outputs, asked, strict=True)
         for window in windows
     }
-    cut = found.pop() if len(found) == 1 else None
-    return cut if cut is not None and slices_made(rule, cut) is not None else None
+    return found.pop() if len(found) == 1 else None
 
 
 def slices_made(rule: Rule, cut: FactorCut) -> list[tuple[Window | None, Kind | None]] | None:
@@ -97,6 +96,72 @@ def slices_made(rule: Rule, cut: FactorCut) -> list[tuple[Window | None, Kind | 
         window = window_of(dims, rule.sizes, cut)
         found.append((window, kind if window is None else None))
     return found
+
+
+def slices_read(rule: Rule | None, cut: FactorCut | None, n_inputs: int) -> list[Window | None]:
+    """Return by input of an op the part that one slice reads; None: all of it."""
+    if rule is None or cut is None:
+        return [None] * n_inputs
+    return [window_of(dims, rule.sizes, cut) for dims in rule.inputs]
+
+
+class FlowOp(NamedTuple):
+    """An op to be cut. What it reads and makes is named by keys of the caller's choice."""
+
+    rule: Rule | None
+    inputs: Sequence[Hashable]
+    outputs: Sequence[Hashable]
+
+
+def cuts(ops: Sequence[FlowOp], asked: Mapping[Hashable, Collection[Window | None]]) -> dict[int, FactorCut]:
+    """Return by place in ``ops`` how they are cut; ops that cannot be are left out.
+
+    First backwards, so that all readers of a tensor are known before its maker. What an op that is not cut reads, or
+    what two ops read in different ways, is made as a whole. Then forward to ops that lead elsewhere. What one of these
+    cannot take in slices is made as a whole, too, so all begins anew.
+
+    Args:
+        ops: in the order in which they run.
+        asked: by tensor the slices that others than these ops ask for; None: all of it.
+    """
+    whole: set[Hashable] = set()
+    while True:
+        wanted: dict[Hashable, set[Window | None]] = defaultdict(set, {t: {None} for t in whole})
+        for t, windows in asked.items():
+            wanted[t].update(windows)
+        found: dict[int, FactorCut] = {}
+        made: dict[Hashable, Window | None] = {}
+        elsewhere: list[int] = []
+        for i, op in reversed(list(enumerate(ops))):
+            of_outputs = [wanted[t] for t in op.outputs]
+            if not any(of_outputs):
+                elsewhere.append(i)
+                continue
+            if (cut := _possible(op, _cut_of_outputs(op.rule, of_outputs), made)) is not None:
+                found[i] = cut
+            for t, window in zip(op.inputs, slices_read(op.rule, cut, len(op.inputs)), strict=True):
+                wanted[t].add(window)
+        known = len(whole)
+        for i in reversed(elsewhere):
+            op, read = ops[i], {t: made[t] for t in ops[i].inputs if t in made}
+            # A part that slices add up to is there after the loop.
+            sliced = read and None not in read.values()
+            cut = cut_of_inputs(op.rule, map(read.get, op.inputs)) if sliced else None
+            if (cut := _possible(op, cut, made)) is not None:
+                found[i] = cut
+            else:
+                whole.update(read)
+        if len(whole) == known:
+            return found
+
+
+def _possible(op: FlowOp, cut: FactorCut | None, made: dict[Hashable, Window | None]) -> FactorCut | None:
+    """Return a cut of an op, and note the slices that it makes; None if the op cannot be cut so."""
+    slices = slices_made(op.rule, cut) if op.rule is not None and cut is not None else None
+    if slices is None:
+        return None
+    made.update((t, window) for t, (window, _) in zip(op.outputs, slices, strict=True))
+    return cut
 
 
 def axes_of(rule: Rule, splits: Mapping[int, Collection[tuple[int, ...]]]) -> Iterator[Axis]:

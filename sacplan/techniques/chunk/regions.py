@@ -36,11 +36,10 @@ from sacplan.techniques.base.regions import connected
 from sacplan.techniques.chunk.dataflow import Dataflow
 from sacplan.techniques.chunk.flow import (
     FactorCut,
+    FlowOp,
     Window,
     axes_of,
-    cut_of_inputs,
-    cut_of_outputs,
-    slices_made,
+    cuts,
     splits_of,
     window_of,
 )
@@ -241,51 +240,14 @@ class _Finder:
                     yield found, members, axis
 
     def _cuts(self, end: int, axis: Axis) -> dict[int, FactorCut]:
-        """Return how ops up to one are cut if it is asked for in slices along an axis of its first output.
-
-        First backwards from there, so that all readers of a tensor are known before its maker. What an op outside of
-        the loop reads, or what two ops of the loop read in different ways, is made before the loop. Then forward to ops
-        that lead elsewhere. What one of these cannot take in slices is made before the loop, too, so all begins anew.
-        """
+        """Return how ops up to one are cut if it is asked for in slices along an axis of its first output."""
         flow = self.flow
         ops = [i for i in range(max(0, end - self.windows[end]), end + 1) if flow.first_use[i] <= end]
-        whole: set[int] = set()
-        while True:
-            asked: dict[int, set[Window | None]] = defaultdict(set, {t: {None} for t in whole})
-            asked[flow.outputs[end][0]].add(Window(axis))
-            found: dict[int, FactorCut] = {}
-            made: dict[int, Window | None] = {}
-            elsewhere: list[int] = []
-            for i in reversed(ops):
-                wanted = [asked[t] for t in flow.outputs[i]]
-                if not any(wanted):
-                    elsewhere.append(i)
-                    continue
-                self._cut(i, cut_of_outputs(flow.rules[i], wanted), found, made)
-                for t, window in zip(flow.inputs[i], flow.slices_read(i, found.get(i)), strict=True):
-                    asked[t].add(window)
-            known = len(whole)
-            for i in reversed(elsewhere):
-                read = {t: made[t] for t in flow.inputs[i] if t in made}
-                # A part that slices add up to is there after the loop.
-                sliced = read and None not in read.values()
-                cut = cut_of_inputs(flow.rules[i], map(read.get, flow.inputs[i])) if sliced else None
-                if read and not self._cut(i, cut, found, made):
-                    whole.update(read)
-            if len(whole) == known:
-                return found
-
-    def _cut(
-        self, i: int, cut: FactorCut | None, found: dict[int, FactorCut], made: dict[int, Window | None]
-    ) -> bool:
-        """Note how an op is cut, and the slices that it makes; return whether it can be cut so."""
-        rule = self.flow.rules[i]
-        slices = slices_made(rule, cut) if rule is not None and cut is not None else None
-        if cut is None or slices is None:
-            return False
-        found[i] = cut
-        made.update((t, window) for t, (window, _) in zip(self.flow.outputs[i], slices, strict=True))
-        return True
+        found = cuts(
+            [FlowOp(flow.rules[i], flow.inputs[i], flow.outputs[i]) for i in ops],
+            {flow.outputs[end][0]: [Window(axis)]},
+        )
+        return {ops[at]: cut for at, cut in found.items()}
 
     def _members(self, found: dict[int, FactorCut], start: int, end: int) -> tuple[int, ...]:
         """Return the ops of the loop if it begins at ``start``, without views of what it does not make."""

@@ -45,7 +45,7 @@ def training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrit
     """
     found = _tried(program, chunk, device)
     if isinstance(found, CannotChunk):
-        raise CannotChunk(str(found), found.op)
+        raise CannotChunk(str(found))
     return found
 
 
@@ -55,7 +55,7 @@ def _tried(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite | Cann
     try:
         return _rewrite(program, chunk, device)
     except CannotChunk as error:
-        return CannotChunk(str(error), error.op)  # without its traceback, which holds the rehearsal
+        return CannotChunk(str(error))  # without its traceback, which holds the rehearsal
 
 
 def _rewrite(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
@@ -87,7 +87,7 @@ def _check_plain(span: ChunkSpan) -> None:
         module = program.scopes[op.scope].fqn if op.scope >= 0 else ""
         if op.phase is Phase.FORWARD and module in program.on_dtensors:
             where = f"module {module!r}" if module else "the loss function"
-            raise CannotChunk(f"{where} runs ops on DTensors, and only plain tensors can be sliced", i)
+            raise CannotChunk(f"{where} runs ops on DTensors, and only plain tensors can be sliced")
 
 
 def _check_whole(run: DeferredRun, own: Collection[int]) -> None:
@@ -99,13 +99,13 @@ def _check_whole(run: DeferredRun, own: Collection[int]) -> None:
     program, span = run.program, run.span
     for i in run.ran:
         if program.ops[i].scope != span.scope:
-            raise CannotChunk(f"{span.unit!r} calls other modules, so its forward cannot run whole", i)
+            raise CannotChunk(f"{span.unit!r} calls other modules, so its forward cannot run whole")
         if program.ops[i].name in OUT_OF_PLACE or any(is_computation(op.name) for op in run.ran[i].ops):
-            raise CannotChunk(f"{program.ops[i].name} runs otherwise on what is deferred", i)
+            raise CannotChunk(f"{program.ops[i].name} runs otherwise on what is deferred")
     for i in own:
         # A cast of a weight would be there before the ops of the module, and not between two of them.
         if is_computation(program.ops[i].name):
-            raise CannotChunk(f"{span.unit!r} computes something from its parameters alone", i)
+            raise CannotChunk(f"{span.unit!r} computes something from its parameters alone")
 
 
 @derived

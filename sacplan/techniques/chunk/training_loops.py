@@ -179,4 +179,4 @@ def _check_let_go(run: DeferredRun, exits: dict[int, Lazy], end: int) -> None:
         freed = [at for at in liveness.events_of[s] if program.events[at] == (_FREE, s)]
         if not freed or freed[-1] > end:
             what = f"what {program.ops[made_by].name} makes, {program.storage_bytes[s]} bytes,"
-            raise CannotChunk(f"{what} is sliced, and referred to when the backward pass is over", made_by)
+            raise CannotChunk(f"{what} is sliced, and referred to when the backward pass is over")

@@ -60,7 +60,7 @@ class ForwardWalk:
             known = tensors.known(op, in_module)
             if any(t in known for t in op.inputs):
                 before = {t: known[t] for t in op.inputs if t in known}
-                self._check_reads(i, op, known)
+                self._check_reads(op, known)
                 if span.begins in op.reads:
                     self.entry_read_outside |= not in_module
                     hands_on |= in_module and self._hands_on_gradient(i, op, known)
@@ -68,19 +68,18 @@ class ForwardWalk:
                 tensors.saved[i] = before | {t: known[t] for t in op.outputs if t in known}
             elif tensors.storages.intersection(op.reads):
                 # The memory is sliced, but no op made this view of it: a storage that is reinterpreted.
-                raise CannotChunk(f"{op.name} reads what is sliced in another layout", i)
+                raise CannotChunk(f"{op.name} reads what is sliced in another layout")
             elif in_module and op.reads and all(map(self._is_own, op.reads)):
                 self.own.add(i)
                 self._own_storages.update(op.writes)
             elif span.is_module and in_module and is_computation(op.name):
                 # What a kernel makes besides, such as a mask, it may make otherwise for what is lazy.
-                raise CannotChunk(f"{op.name} in {span.unit!r} computes something that is not sliced", i)
+                raise CannotChunk(f"{op.name} in {span.unit!r} computes something that is not sliced")
         if hands_on and self.entry_read_outside:
             # The gradients that are added up may then be one tensor, or views of one, and the recording does not tell
             # which of them is the module's.
             raise CannotChunk(
-                f"{span.unit!r} hands a gradient on to its input as it is, and others read that input, too",
-                span.first_op,
+                f"{span.unit!r} hands a gradient on to its input as it is, and others read that input, too"
             )
 
     def _hands_on_gradient(self, index: int, op: Op, known: Mapping[int, Lazy]) -> bool:
@@ -105,7 +104,7 @@ class ForwardWalk:
     def _is_own(self, storage: int) -> bool:
         return self.program.storage_kinds[storage] is StorageKind.PARAMETER or storage in self._own_storages
 
-    def _check_reads(self, index: int, op: Op, known: Mapping[int, Lazy]) -> None:
+    def _check_reads(self, op: Op, known: Mapping[int, Lazy]) -> None:
         """Refuse an op that also reads something differentiable that did not come through the entry.
 
         The executor's node returns gradients for what entered and the module's parameters only. Another one would be
@@ -122,12 +121,10 @@ class ForwardWalk:
             # If all lazy tensors that are read are reduced, this is no obstacle: another loss that is added to one in
             # slices gets its gradient from the sum, as in the plain step.
             if sliced and program.writer.get(s, -1) in backward_ops(program):
-                raise CannotChunk(
-                    f"{op.name} also reads an activation that did not enter {span.unit!r}", index
-                )
+                raise CannotChunk(f"{op.name} also reads an activation that did not enter {span.unit!r}")
             scopes = (op.scope, *program.ancestors(op.scope))
             if program.storage_kinds[s] is StorageKind.PARAMETER and span.scope not in scopes:
-                raise CannotChunk(f"{op.name} reads a parameter outside of {span.unit!r}", index)
+                raise CannotChunk(f"{op.name} reads a parameter outside of {span.unit!r}")
 
 
 class BackwardWalk:
@@ -198,28 +195,24 @@ class BackwardWalk:
                 if self._n_met > 1:
                     # The program adds these up one by one. In the executor they are added up first among themselves,
                     # by the entry's node, which is another sum.
-                    raise CannotChunk(f"{unit!r} reads its input several times, and so do others", i)
+                    raise CannotChunk(f"{unit!r} reads its input several times, and so do others")
             self._run_outside(i, op, known, [t for t in lazy if t not in self._expanded])
         if not self.exits:
             raise CannotChunk(f"nothing that is computed from the input of {unit!r} is differentiated")
         if program.ops[self.run.last].phase is not Phase.BACKWARD:
-            raise CannotChunk(
-                f"no backward op belongs to the forward pass behind {unit!r}", self.span.first_op
-            )
+            raise CannotChunk(f"no backward op belongs to the forward pass behind {unit!r}")
         # Such a gradient is asked for by name, torch.autograd.grad(energy, positions), and the formulas of the others
         # do not run. The entry's node has one formula for all of them, and it runs once: a loss function may call
         # ``backward`` itself, and return another loss of the same values.
         first = next(i for i in self.run.ran if program.ops[i].phase is Phase.BACKWARD)
         if any(op.phase is Phase.FORWARD for op in program.ops[first:]):
-            raise CannotChunk(
-                f"the gradient of what {unit!r} computes is taken inside a forward pass", self.run.last
-            )
+            raise CannotChunk(f"the gradient of what {unit!r} computes is taken inside a forward pass")
 
     def _run_outside(self, index: int, op: Op, known: Mapping[int, Lazy], lazy: Sequence[int]) -> None:
         """An op runs where it ran. What it reads that is lazy leaves the chunk."""
         self._upstream.update(op.writes)
         if lazy:
-            self._check_exits(index, op, lazy)
+            self._check_exits(op, lazy)
             self.exits.update((t, known[t]) for t in lazy if t not in self.exits)
             self.boundary.append(index)
             if (
@@ -266,7 +259,7 @@ class BackwardWalk:
             outside -= inside
         return any(tensors[t].shape == like.shape and tensors[t].storage in self._upstream for t in outside)
 
-    def _check_exits(self, index: int, op: Op, lazy: Sequence[int]) -> None:
+    def _check_exits(self, op: Op, lazy: Sequence[int]) -> None:
         """Refuse a result that is the gradient of another activation: it would need a loop of its own.
 
         Shapes decide, since a recording does not say whose gradient a tensor is.
@@ -276,9 +269,7 @@ class BackwardWalk:
         shapes = {t.shape for t in tensors if program.storage_kinds[t.storage] is StorageKind.PARAMETER}
         shapes.add(program.tensors[span.tensor].shape)
         if any(program.tensors[t].shape not in shapes for t in lazy):
-            raise CannotChunk(
-                f"{op.name} reads a gradient of an activation that did not enter {span.unit!r}", index
-            )
+            raise CannotChunk(f"{op.name} reads a gradient of an activation that did not enter {span.unit!r}")
 
     def _gradients_are_lazy(self, index: int, op: Op, in_module: bool) -> None:
         """Let the gradients that come in be lazy, as the executor does.

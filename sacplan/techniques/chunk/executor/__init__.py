@@ -8,10 +8,9 @@ since they are cut only when the last of them is there.
 A planner drives the same engine op by op, on fake tensors and without autograd, and sees in its recorder what the loop
 runs:
 
-    region = Region(size=4096, slices=16)
+    region = SlicedRegion(size=4096, slices=16, on_whole=refuse)   # told of ops that have to see whole tensors
     lazy = root(region, hidden, Axis(dim=1, outer=1, size=4096, inner=1))
     logits = defer(aten.mm.default, (lazy, weight), {})         # nothing runs, and no dispatch mode sees it
     ...                                                         # the other ops, forward and backward, in order
     loss, gradient = compute([loss.value, gradient.value])      # one loop
-    region.tally.whole                                          # ops that had to see whole tensors, and why
 """

@@ -11,7 +11,7 @@ early, the loop has one slice and no op is cut: slower, never wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -25,16 +25,15 @@ from sacplan.core.factors.axes import Axis
 from sacplan.core.factors.rule import Kind, rule_of
 from sacplan.errors import RecipeError
 from sacplan.techniques.chunk.executor.lazy import Lazy, real
-from sacplan.techniques.chunk.executor.loop import needed_nodes, pulled_into_loops, run_nodes
+from sacplan.techniques.chunk.executor.loop import needed_nodes, run_nodes
 from sacplan.techniques.chunk.executor.values import (
     Choose,
     DeferredOp,
     DeferredTensor,
-    Held,
     SlicedRegion,
     Stage,
 )
-from sacplan.techniques.chunk.flow import FactorCut, Window, axes_of, cut_of_inputs, slices_made, splits_of
+from sacplan.techniques.chunk.flow import FactorCut, FlowOp, Window, axes_of, cuts, slices_made, splits_of
 from sacplan.techniques.runtime.recording import unrecorded
 from sacplan.torch_compat.local_tensors import DEFERRED_TYPES
 from sacplan.torch_compat.ops import is_alias, op_traits, tensors_in
@@ -272,10 +271,12 @@ class Stretch:
         last, dim = self._nodes[-1].made[0], self.decision.dim
         if last is None or dim >= len(last.shape):
             return 0  # of other rank than in the step that was planned
+        ops = [FlowOp(node.rule, node.inputs, node.made) for node in nodes]
         for axis in _axes_like(self.decision, last, nodes):
-            # What leads elsewhere is cut as what it reads is.
-            backward = pulled_into_loops(nodes, {last: (self._region, Window(axis))})
-            if _cut_all(nodes, backward):
+            found = cuts(ops, {last: [Window(axis)]})
+            if len(found) == len(nodes):
+                for i, node in enumerate(nodes):
+                    _cut(node, found[i])
                 return axis.size
         return 0
 
@@ -300,22 +301,10 @@ def _axes_like(asked: Chunk, last: DeferredTensor, nodes: Sequence[DeferredOp]) 
             yield axis
 
 
-def _cut_all(
-    nodes: Sequence[DeferredOp], backward: Mapping[DeferredOp, tuple[SlicedRegion, FactorCut]]
-) -> bool:
-    """Cut nodes, and what they make, as is known or else as what they read; return whether that is possible."""
-    windows: dict[DeferredTensor | Held | None, Window | None] = {}
-    cuts: list[tuple[FactorCut, list[tuple[Window | None, Kind | None]]]] = []
-    for node in nodes:
-        known = backward.get(node)
-        cut = known[1] if known is not None else cut_of_inputs(node.rule, map(windows.get, node.inputs))
-        made = slices_made(node.rule, cut) if cut is not None and node.rule is not None else None
-        if cut is None or made is None:
-            return False
-        cuts.append((cut, made))
-        windows.update(zip(node.made, (window for window, _ in made), strict=True))
-    for node, (node.cut, made) in zip(nodes, cuts, strict=True):
-        for value, (window, combined) in zip(node.made, made, strict=True):
-            if value is not None:
-                value.window, value.combined = window, combined
-    return True
+def _cut(node: DeferredOp, cut: FactorCut) -> None:
+    made = slices_made(node.rule, cut) if node.rule is not None else None
+    assert made is not None
+    node.cut = cut
+    for value, (window, combined) in zip(node.made, made, strict=True):
+        if value is not None:
+            value.window, value.combined = window, combined

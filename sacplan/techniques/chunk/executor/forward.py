@@ -45,7 +45,7 @@ class ChunkedForward(StandIn):
         differences: notes where a call cannot run as planned.
 
     Attributes:
-        tally: counts of the last call's region.
+        tally: of the last call's region.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ChunkedForward(StandIn):
         others = [x for x in others if _gets_gradient(x)]
         if axis is None or not (tensor.requires_grad or others):
             return self.call_original(*args, **kwargs)  # no such axis; or nothing to differentiate
-        region = self._new_region(axis.size)
+        region = SlicedRegion(axis.size, self.decision.slices, self._note_whole)
         self.tally = region.tally
         leaves[at], token = enter(region, axis, tensor, others)
         args, kwargs = tree_unflatten(leaves, spec)
@@ -99,23 +99,17 @@ class ChunkedForward(StandIn):
 
     def _axis_of(self, tensor: torch.Tensor) -> Axis | None:
         """Return the axis of the unit's input that is sliced; None, with a note, if the input has no such axis."""
-        dim, outer, inner = self.decision.dim, self.decision.outer, self.decision.inner
+        dim = self.decision.dim
         plain = is_plain(tensor) and not is_transforming()
-        if plain and dim < tensor.dim():
-            size, rest = divmod(tensor.shape[dim], outer * inner)
-            if size == 1 and not rest:
-                return None  # one slice
-            if size and not rest:
-                return Axis(dim, outer, size, inner)
+        if plain and dim < tensor.dim() and tensor.shape[dim]:
+            size = tensor.shape[dim]
+            return Axis(dim, 1, size, 1) if size > 1 else None  # else one slice
         kind = "" if plain else f" of type {type(tensor).__name__}, or inside a transform of torch.func"
         self._note(
             f"on an input of shape {tuple(tensor.shape)}{kind}",
-            f"on one whose dimension {dim} is a multiple of {outer * inner}",
+            f"on one with elements along dimension {dim}",
         )
         return None
-
-    def _new_region(self, size: int) -> SlicedRegion:
-        return SlicedRegion(size, self.decision.slices, self._note_whole)
 
     def _note_whole(self, op: str, reason: str) -> None:
         self._note(f"{op} on whole tensors ({reason})", "in slices")

@@ -11,9 +11,9 @@ A ``Lazy`` is a wrapper subclass without storage. ``defer`` decides about each o
 5. All others become nodes (``_Deferral``). The shapes of their results come from meta tensors, their cut from the
    factor rule. No dispatch mode sees them.
 
-An op that cannot be sliced is computed at once from whole tensors, which costs memory and is never wrong;
-``SlicedRegion.tally`` counts it. An op is cut when it is deferred, as its arguments are. Of a stretch
-(``collected.py``) the axis of the last result is known, so that its ops are cut when all are there.
+An op that cannot be sliced is computed at once from whole tensors, which costs memory and is never wrong
+(``SlicedRegion.note_whole``). An op is cut when it is deferred, as its arguments are. Of a stretch (``collected.py``)
+the axis of the last result is known, so that its ops are cut when all are there.
 
 Shapes come from meta tensors here, which is cheap. A stretch needs the strides that kernels give, and takes fake
 tensors on its device.

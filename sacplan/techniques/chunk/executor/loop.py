@@ -4,7 +4,7 @@
 
 1. Collect the ops that the values need, in the order in which they were deferred (``needed_nodes``).
 2. Run the free ones. One whose results are read in slices only, and always in the same, goes into the loop instead
-   (``pulled_into_loops``), so that they are never there as a whole: a causal mask, for example.
+   (``_pulled_into_loops``), so that they are never there as a whole: a causal mask, for example.
 3. For each slice of the region, run all ops of the loop on slices (``_Loop``). A slice is let go of after its last use.
    Sliced results are written into tensors with the strides that were recorded. Parts of reduced ones are combined:
    ``total = combine(total, part)``, so that sums are added in the order of the slices.
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -36,7 +36,7 @@ from sacplan.techniques.chunk.executor.values import (
     SlicedRegion,
     Stage,
 )
-from sacplan.techniques.chunk.flow import FactorCut, Window, cut_of_outputs, window_of
+from sacplan.techniques.chunk.flow import FactorCut, FlowOp, Window, cuts, slices_read
 from sacplan.techniques.runtime.recording import unrecorded
 from sacplan.torch_compat.ops import is_alias, tensors_in
 from sacplan.torch_compat.private import storage_key
@@ -137,7 +137,7 @@ class _Computation:
         self.nodes = needed_nodes(values)
 
     def run(self) -> list[torch.Tensor]:
-        pulled = pulled_into_loops(self.nodes, dict.fromkeys(self.values))
+        pulled = _pulled_into_loops(self.nodes, self.values)
         loops: dict[SlicedRegion, list[tuple[DeferredOp, FactorCut | None]]] = defaultdict(list)
         for node in self.nodes:
             if node in pulled:
@@ -209,7 +209,7 @@ class _Loop:
         # Taken once for all slices: ``whole`` may have a saved-tensor hook recompute the tensor.
         self.begins = {v: v.whole() for node, _ in nodes for v in node.values if v.begins}
         self.results = dict(buffers)
-        self.windows = [slices_read(node, cut) for node, cut in nodes]
+        self.windows = [_slices_read(node, cut) for node, cut in nodes]
         self.made = [node.made for node, _ in nodes]
         self.wanted = wanted
         self.last: dict[_Slice, int] = {}
@@ -379,50 +379,33 @@ def _region_of(node: DeferredOp) -> SlicedRegion:
     return next(v.region for v in node.values if v.sliced)
 
 
-def slices_read(node: DeferredOp, cut: FactorCut | None) -> list[Window | None]:
-    """Return for each input the part that one slice reads; None if it reads all of it."""
+def _slices_read(node: DeferredOp, cut: FactorCut | None) -> list[Window | None]:
     if node.move:
         return [x.window if isinstance(x, DeferredTensor) else None for x in node.inputs]
-    if cut is None or node.rule is None:
-        return [None] * len(node.inputs)
-    return [window_of(dims, node.rule.sizes, cut) for dims in node.rule.inputs]
+    return slices_read(node.rule, cut, len(node.inputs))
 
 
-def pulled_into_loops(
-    nodes: Sequence[DeferredOp], asked: Mapping[DeferredTensor, tuple[SlicedRegion, Window] | None]
+def _pulled_into_loops(
+    nodes: Sequence[DeferredOp], values: Sequence[DeferredTensor]
 ) -> dict[DeferredOp, tuple[SlicedRegion, FactorCut]]:
     """Return the free nodes that run in a loop, each with its region and cut.
 
-    Goes backwards from the values that are asked for and from the ops of loops, so that all readers of a value are
-    known when its maker is looked at.
-
     Args:
         nodes: in the order in which they were deferred.
-        asked: by value that is asked for, in which slices, or None: as a whole.
+        values: those that are asked for as a whole.
     """
-    # By free value, the slices in which it is asked for, or None where somebody asks for all of it.
-    wanted: dict[DeferredTensor, set[tuple[SlicedRegion, Window] | None]] = defaultdict(set)
-    for v, slices in asked.items():
-        wanted[v].add(slices)
+    free = [node for node in nodes if node.stage is Stage.FREE]
+    others = [node for node in nodes if node.stage is not Stage.FREE]
+    region_of = {node: _region_of(node) for node in nodes if node.stage is Stage.LOOP}
     found: dict[DeferredOp, tuple[SlicedRegion, FactorCut]] = {}
-    for node in reversed(nodes):
-        region, cut = None, node.cut
-        if node.stage is Stage.LOOP:
-            region = _region_of(node)
-        elif node.stage is Stage.FREE:
-            slices_asked = [wanted.get(v, set()) if v is not None else set() for v in node.made]
-            regions = {one[0] for each in slices_asked for one in each if one is not None}
-            cut = cut_of_outputs(node.rule, [{one and one[1] for one in each} for each in slices_asked])
-            if cut is not None and len(regions) == 1:
-                region = regions.pop()
-                found[node] = region, cut
-            elif any(slices_asked):
-                cut = None
-            else:
-                continue  # nothing asks for it
-        for x, window in zip(node.inputs, slices_read(node, cut), strict=True):
-            if isinstance(x, DeferredTensor) and x.free:
-                wanted[x].add(None if window is None or region is None else (region, window))
+    for region in dict.fromkeys(region_of.values()):
+        asked: dict[Hashable, set[Window | None]] = defaultdict(set, {v: {None} for v in values})
+        for node in others:
+            # What another loop reads, or a late node, is there as a whole.
+            for x, window in zip(node.inputs, _slices_read(node, node.cut), strict=True):
+                asked[x].add(window if region_of.get(node) is region else None)
+        pulled = cuts([FlowOp(node.rule, node.inputs, node.made) for node in free], asked)
+        found.update((free[i], (region, cut)) for i, cut in pulled.items())
     return found
 
 

@@ -44,15 +44,9 @@ class Stage(enum.Enum):
 
 @dataclass
 class Tally:
-    """Counts of a region.
-
-    Attributes:
-        loops: how many loops over the slices have run.
-        whole: ops that could not be sliced, each with the reason.
-    """
+    """How many loops over the slices of a region have run."""
 
     loops: int = 0
-    whole: list[tuple[str, str]] = field(default_factory=list)
 
 
 Choose = Callable[[Sequence[tuple[int, int]]], Iterable[tuple[int, int]]]
@@ -70,7 +64,7 @@ class SlicedRegion:
 
     Attributes:
         length: elements in a slice.
-        tally: counts.
+        tally: counts its loops.
         hooks: hooks on tensors outside, to be removed when the region is over.
         targets: returns what the entry's node gives gradients to (``Targets``); None without one, or when it is gone.
         pending: scalars that nobody has computed yet, and that somebody still refers to. Each loop computes them along,
@@ -96,7 +90,6 @@ class SlicedRegion:
 
     def note_whole(self, op: str, reason: str) -> None:
         """Note that an op needs whole tensors."""
-        self.tally.whole.append((op, reason))
         if self._on_whole is not None:
             self._on_whole(op, reason)
 
