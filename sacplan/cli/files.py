@@ -14,7 +14,7 @@ import msgspec
 from sacplan.cli.exits import OutputError
 from sacplan.core.files import read
 
-Kind = Literal["plan", "profile", "curve", "report", "snapshot"]
+Kind = Literal["plan", "profile", "curve", "report"]
 
 _HEAD_CHARACTERS = 4096
 # A pattern that files of each kind contain, and whether it lies within the first characters.
@@ -23,7 +23,6 @@ _SIGNS: dict[Kind, tuple[str, bool]] = {
     "profile": (r'\A\{\s*"what":\s*"profile"', True),
     "curve": (r"\Asolver,budget_bytes,peak_bytes,", True),
     "report": (r"<footer>[^<]*Made by sacplan|<meta name=.generator. content=.sacplan", False),
-    "snapshot": (r"predicted_by.{1,6}sacplan", True),
 }
 
 

@@ -11,7 +11,6 @@ import msgspec
 from sacplan.cli import options as o
 from sacplan.cli import show, sources
 from sacplan.cli.command import command
-from sacplan.cli.exits import OutputError
 from sacplan.cli.files import check_output, is_ours
 from sacplan.cli.origin import origin_of, save
 from sacplan.cli.output import CommandResult, rows_table, stage
@@ -69,18 +68,17 @@ def frontier(
 
 @command(
     "report",
-    "A page and a memory snapshot.",
+    "A page about a step and its plan.",
     examples=[
         "sacplan report profile.json.gz plan.json -o report.html",
-        "sacplan report profile.json.gz --snapshot step.pickle --no-frontier",
+        "sacplan report profile.json.gz -o report.html --no-frontier",
     ],
 )
 def report(
     profile_file: Annotated[str, o.argument("profile_file")],
     plan_file: Annotated[str | None, o.argument("plan_of_profile")] = None,
     *,
-    output: Annotated[Path | None, o.output("the page (.html)")] = None,
-    snapshot: Annotated[Path | None, o.option("snapshot")] = None,
+    output: Annotated[Path, o.output("the page (.html)")],
     frontier: Annotated[bool, o.option("frontier", show_default=True)] = True,
     points: o.Points = 8,
     force: o.Force = False,
@@ -89,10 +87,7 @@ def report(
     import sacplan
     from sacplan.planning.reading import ranks_text
 
-    if output is None and snapshot is None:
-        raise OutputError("nothing to write: give -o report.html, --snapshot step.pickle, or both.")
     check_output(output, "report", force=force)
-    check_output(snapshot, "snapshot", force=force)
     if not is_json_file(profile_file):
         raise TargetError(
             f"{profile_file} is no saved profile; make one: sacplan profile {profile_file} -o profile.json.gz."
@@ -105,22 +100,16 @@ def report(
         )
     # The frontier shows what else this plan could have been, so its plans may do the same things.
     allowed = {} if plan is None else {"techniques": plan.provenance.techniques}
-    # The snapshot shows no frontier, and computing one takes long.
-    curve = sources.curve(profile, points, **allowed) if frontier and output else None
-    shown = sacplan.Report(profile, plan, curve)
-    written: list[Path] = []
+    curve = sources.curve(profile, points, **allowed) if frontier else None
     with stage("writing"):
-        if output is not None:
-            written.append(shown.write(output))
-        if snapshot is not None:
-            written.append(shown.write_snapshot(snapshot))
+        written = sacplan.Report(profile, plan, curve).write(output)
     facts = {
         "command": "report",
         **show.profile_facts(profile),
         "plan": plan and show.plan_facts(plan),
-        "written": [str(path) for path in written],
+        "written": str(written),
     }
-    return CommandResult(facts, facts["written"])
+    return CommandResult(facts, [facts["written"]])
 
 
 @command(

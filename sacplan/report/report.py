@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sacplan.core.arguments import checked, opened
 from sacplan.core.program import Program
-from sacplan.core.writing import replacing, write_bytes
+from sacplan.core.writing import write_bytes
 from sacplan.errors import PlanError
 from sacplan.planning.plan import Plan, PlanOrPath
 from sacplan.profiling.profile import Profile, ProfileOrPath
@@ -175,28 +174,4 @@ class Report:
             PlanError: matplotlib is not installed.
         """
         write_bytes(path, self.html.encode())
-        return Path(path)
-
-    @checked(PlanError)
-    def write_snapshot(self, path: str | Path) -> Path:
-        """Write the step as a predicted memory snapshot, as ``torch.cuda.memory._dump_snapshot`` writes a real one.
-
-            report.write_snapshot("step.pickle")  # open it in https://pytorch.org/memory_viz
-
-        PyTorch's viewer shows it, and ``python -m torch.cuda._memory_viz`` reads it. Each allocation has a stack: the
-        op that makes it, the modules around it, and the part of the step. The snapshot begins with an empty device:
-        what is alive before the step (parameters, optimizer state, batch) is allocated first. The workspace of an op is
-        allocated and freed while it runs. So the highest point of the snapshot is the predicted peak.
-
-        Sizes are those of the blocks. Times are predicted, in µs from the beginning of the step. Addresses and segments
-        are those that the caching allocator with its default settings would give out; on a device they differ.
-
-        Args:
-            path: By custom, its name ends in ``.pickle``.
-        """
-        from sacplan.report.snapshot import PROTOCOL, snapshot_of
-
-        contents = pickle.dumps(snapshot_of(self.profile, self.program), protocol=PROTOCOL)
-        with replacing(path) as part:  # never compressed: the viewer reads plain pickles
-            part.write_bytes(contents)
         return Path(path)

@@ -28,7 +28,6 @@ WRITERS: dict[str, Callable[[sacplan.Profile, Path], Any]] = {
     "plan.json.gz": lambda profile, path: sacplan.plan(profile, 50).save(path),
     "profile.json": lambda profile, path: profile.save(path),
     "device.json": lambda profile, path: profile.spec.save(path),
-    "memory.pickle": lambda profile, path: sacplan.Report(profile).write_snapshot(path),
     "report.html": lambda profile, path: sacplan.Report(profile).write(path),
 }
 

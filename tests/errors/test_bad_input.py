@@ -132,7 +132,6 @@ def given(tmp_path_factory):
                 "sizes": False,
             },
         ),
-        "Report.write_snapshot": (sacplan.Report(profile).write_snapshot, {"path": folder / "step.pickle"}),
         "layouts": (
             sacplan.layouts,
             {"model": torch.nn.Linear(4, 8), "batch": torch.empty(4, 4), "devices": 2, "device": "cpu"},
@@ -167,7 +166,7 @@ FUNCTIONS = [
     "profile", "plan", "policy", "frontier", "apply", "verify", "max_batch", "throughput",
     "aggregate_stats", "parse_module_info", "get_peak_memory_runtime_baseline", "sac_milp",
     "get_optimal_checkpointing_policy_per_module", "fit_tradeoff", "rotor", "Report",
-    "Report.alive_at_peak", "Report.write_snapshot",
+    "Report.alive_at_peak",
     "strategies", "layouts", "fit", "certify", "fake_device", "ranks",
     "assert_step_fits",
     "Milp", "Rotor", "MemTracker", "Plan.load",
@@ -460,7 +459,6 @@ def test_paths_are_accepted(files, kind, tmp_path):
         both = (sacplan.Report(recorded, planned), sacplan.Report(profile, plan))
         first, second = map(table, both)
         assert first.equals(second)
-    assert sacplan.Report(recorded, planned).write_snapshot(tmp_path / "a.pickle").stat().st_size
     frontier = sacplan.frontier(recorded, 2, ["greedy"], policies=False)
     assert len(frontier)
     assert sacplan.Report(recorded, planned, frontier).write(tmp_path / "a.html").stat().st_size

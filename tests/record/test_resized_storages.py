@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from sacplan.report.snapshot import snapshot_of
 from torch import nn
 
 import sacplan
 from sacplan.core.program import Event
-from sacplan.report.snapshot import snapshot_of
 from tests.support.slow import slow_after
 from tests.support.steps import grads_of, mean_square
 from tests.zoo.layers import FromFunction

@@ -1,4 +1,4 @@
-"""What reports, traces, snapshots and ``verify`` say of tensors that wait on the host."""
+"""What reports, traces and ``verify`` say of tensors that wait on the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from sacplan.device.device_memory import device_memory
 from sacplan.planning.layers import read_layers
 from sacplan.planning.reading import host_text
 from sacplan.questions.planned import planned
-from sacplan.report.snapshot import snapshot_of
 from tests.zoo import language_models as models
 
 
@@ -50,16 +49,6 @@ def test_a_plan_on_the_command_line(step) -> None:  # type: ignore[no-untyped-de
 def test_what_is_alive_at_the_peak_is_on_the_device(step) -> None:  # type: ignore[no-untyped-def]
     _, _, profile, plan = step
     assert int(sacplan.Report(profile, plan).alive_at_peak()["bytes"].sum()) == plan.peak_bytes
-
-
-def test_the_snapshot_has_the_device_alone(step, program: Program) -> None:  # type: ignore[no-untyped-def]
-    _, _, profile, plan = step
-    alive = most = 0
-    for entry in snapshot_of(profile, program)["device_traces"][0]:
-        change = {"alloc": 1, "free_completed": -1}.get(entry["action"], 0)
-        alive += change * entry["size"]
-        most = max(most, alive)
-    assert most == plan.peak_bytes
 
 
 def test_the_allocator_of_the_device_gives_no_block_to_the_host(program: Program) -> None:
