@@ -207,6 +207,7 @@ def test_the_verdict_says_whether_it_fits_and_by_how_much_not() -> None:
     fits = fitted("1GiB", sizes=False)
     assert fits.fits
     assert "fits. It needs" in fits.sentence
+    assert f"of the budget of {format_bytes(2**30)}." in fits.sentence
     assert fits.recommended == fits.rows[0]
     assert fits.code == ""
     never = fitted("200KiB", "sgd", batch=64)
@@ -215,10 +216,6 @@ def test_the_verdict_says_whether_it_fits_and_by_how_much_not() -> None:
     assert never.smallest.peak_bytes == min(row.peak_bytes for row in never.rows)
     assert all(row.largest_batch == 0 for row in never.rows)
     assert "h100" in never.larger_devices
-
-
-def test_the_sentence_names_the_budget() -> None:
-    assert f"of the budget of {format_bytes(2**30)}." in fitted("1GiB", sizes=False).sentence
 
 
 def test_a_remedy_that_cannot_be_compiled_says_so() -> None:
