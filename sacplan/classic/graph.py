@@ -256,7 +256,7 @@ class Graph:
                 raise PlanError(f"{argument}: unknown module {name!r}.{did_you_mean(name, self._index)}")
         return frozenset(found)
 
-    def named_memory_rows(self, world_size: int = 1) -> list[MemoryRow]:
+    def memory_rows(self, world_size: int = 1) -> list[MemoryRow]:
         """Return the rows by position, each with the name of what is running then.
 
         From the segments, the largest per position. Without segments one row per module i, as in PR
@@ -287,10 +287,6 @@ class Graph:
                 name = segment.name or running[segment.position]
                 largest[segment.position] = MemoryRow(segment.position, n_bytes, name)
         return [largest[position] for position in sorted(largest)]
-
-    def memory_rows(self, world_size: int = 1) -> list[tuple[int, int]]:
-        """Return the rows as (position, bytes); see ``named_memory_rows``."""
-        return [(row.position, row.n_bytes) for row in self.named_memory_rows(world_size)]
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per module in execution order, with the scalar statistics."""
@@ -341,7 +337,7 @@ def parse_module_info(module_info: ModuleInfo, *, root: str | None = None) -> Gr
 def get_peak_memory_runtime_baseline(graph: Graph) -> tuple[int, float]:
     """Return the peak on one rank in bytes, and forward plus backward in ms, without checkpointing."""
     root = graph[graph.root]
-    peak_bytes = max(n_bytes for _, n_bytes in graph.memory_rows())
+    peak_bytes = max(row.n_bytes for row in graph.memory_rows())
     return peak_bytes, root.fw_runtime_per_module + root.bw_runtime_per_module
 
 

@@ -79,7 +79,6 @@ def sac_milp(
     gap: float = 1e-4,
     work_limit: int = 6 * WORK_LIMIT,
     seed: int = 0,
-    time_limit: float | None = None,
 ) -> SacMilpResult:
     """Choose the units and their discard ratios that fit the budget with the least recomputation.
 
@@ -103,18 +102,17 @@ def sac_milp(
         work_limit: nodes of branch and bound, each counted as the nonzeros of its program, after which the best plan
             found is returned (its status is "feasible").
         seed: of the solver.
-        time_limit: seconds for each solve, after which the search fails; None: no such limit.
 
     Raises:
         BudgetError: a budget that cannot be read.
         InfeasibleBudget: no choice fits; says the smallest budget that does.
         PlanError: unknown modules, or options out of range.
-        SolverError: no plan found with that much work, or the time limit is reached.
+        SolverError: no plan found with that much work.
     """
     if choices not in ("reachable", "continuous"):
         raise PlanError(f"unknown choices {choices!r}; there are 'reachable' and 'continuous'")
-    check_options(gap, work_limit, seed, time_limit)
-    options = Milp(gap, work_limit, seed, peak_gap=0.0, time_limit_s=time_limit)
+    check_options(gap, work_limit, seed)
+    options = Milp(gap, work_limit, seed, peak_gap=0.0)
     tree = tree_of(graph, world_size, ac_units, fsdp_units, continuous=choices == "continuous")
     unplanned_bytes = int(tree.base[-1])
     budget_bytes = parse_budget(memory_budget, unplanned_bytes)

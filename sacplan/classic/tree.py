@@ -133,7 +133,7 @@ def tree_of(
     # a later one that is larger before another unit has ended.
     positions = [graph.position(unit.fqn) for unit in units]
     rows: list[tuple[int, int, str]] = []
-    for position, n_bytes, name in graph.named_memory_rows(world_size):
+    for position, n_bytes, name in graph.memory_rows(world_size):
         n_units = int(np.searchsorted(positions, position))
         if rows and n_bytes <= rows[-1][1]:
             continue

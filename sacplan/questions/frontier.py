@@ -165,15 +165,12 @@ def _named_policies(profile: Profile, how: Request) -> Iterator[FrontierRow]:
         n_layers = len(layers_of(profile.uncompiled.program))
     except PlanError:  # a model without layers
         n_layers = 0
-    asked: dict[str, dict[str, Any]] = {
-        name: {"mode": mode, "option": option}
-        for name, (mode, option) in _POLICIES.items()
+    for name, (mode, option) in _POLICIES.items():
         # Every third layer needs three of them to be a policy of its own. The others need one.
-        if n_layers >= (option if isinstance(option, int) else 1)
-    }
-    for name, options in asked.items():
+        if n_layers < (option if isinstance(option, int) else 1):
+            continue
         try:
-            found = policy(**options, profile=profile, keep=how.keep, never=how.never)
+            found = policy(mode, option, profile=profile, keep=how.keep, never=how.never)
         except PlanError:  # patterns and options were checked, so this one would change nothing
             continue
         taken = Row.taken(Outcome(profile, found, found.peak_bytes))

@@ -47,6 +47,7 @@ class Arrangement:
         name: In tables.
         options: Arguments of ``sacplan.profile`` for it, as Python.
         flags: The same on the command line.
+        wrapping: Lines of Python that wrap the model; none on a mesh, where ``apply`` does.
         ranks: The devices. On a mesh, the batch is that of all of them, and ``options`` are those of ``plan``.
         has_whole_parameters: Whether each rank steps whole parameters, as optimizers of bitsandbytes have to.
     """
@@ -54,6 +55,7 @@ class Arrangement:
     name: str
     options: str
     flags: tuple[str, ...]
+    wrapping: tuple[str, ...]
     ranks: Ranks
     has_whole_parameters: bool = False
 
@@ -115,7 +117,7 @@ class RankRows:
     def _rows_with(self, one: Arrangement, name: str) -> list[FitRow]:
         if self.shards_whole(one, name) or (one.has_whole_parameters and self._is_hopeless(one, name)):
             return []
-        fields = {"spread": one.name, "options": one.options, "flags": one.flags}
+        fields = {"spread": one.name, "options": one.options, "flags": one.flags, "wrapping": one.wrapping}
         rank = self._rank(one, name, self.asked.batch)
         case = Case(name, rank, None, self.asked.limit, self.asked.host_budget_bytes, fields)
         self._cases[one.name, name] = one, case
@@ -197,8 +199,13 @@ class RankRows:
     def _fsdp(self, name: str, written: str, flags: tuple[str, ...] = (), **more: Any) -> Arrangement:
         """Return an arrangement of FSDP2 with further arguments, and how these are written."""
         options = f"ranks=sacplan.FSDP2({self.asked.devices}, {list(self._units)!r}{written})"
+        wrapping = [
+            f"for layer in model.{unit.removesuffix('.*')}:\n    fully_shard(layer{written})"
+            for unit in self._units
+            if unit
+        ]
         ranks = FSDP2(self.asked.devices, self._units, **more).of((), self.asked.recordings.model)
-        return Arrangement(name, options, flags, ranks)
+        return Arrangement(name, options, flags, (*wrapping, f"fully_shard(model{written})"), ranks)
 
     def _on_data(self) -> Iterator[Arrangement]:
         """Yield what spreads the batch alone, on the devices alone."""
@@ -212,7 +219,10 @@ class RankRows:
         if packed:
             ignored = ", ignored_params={p for p in model.parameters() if not p.is_floating_point()}"
             yield self._fsdp("FSDP2 of Accelerate", ignored, ignored_params=packed)
-        yield Arrangement("DDP", f"ranks=sacplan.DDP({n})", size, Ranks.of(n), has_whole_parameters=True)
+        wrapping = ("model = torch.nn.parallel.DistributedDataParallel(model)",)
+        yield Arrangement(
+            "DDP", f"ranks=sacplan.DDP({n})", size, wrapping, Ranks.of(n), has_whole_parameters=True
+        )
 
     def _changing_more(self) -> Iterator[Arrangement]:
         """Yield what computes in another type, or takes the host's memory; the command line has no options for it."""
@@ -241,7 +251,7 @@ class RankRows:
                     self.asked.notes.append(str(error))
                     continue
                 name = f"{' x '.join(f'{axis} {size}' for axis, size in axes.items())}, {how}"
-                yield Arrangement(name, f"mesh={axes!r}", flags, ranks)
+                yield Arrangement(name, f"mesh={axes!r}", flags, (), ranks)
 
     def with_sizes(self, row: FitRow) -> FitRow:
         """Return a row with the largest batch for each device."""

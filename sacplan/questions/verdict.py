@@ -43,6 +43,7 @@ class FitRow(Row):
         spread: What runs the step on several devices: "DDP", "FSDP2", a mesh; empty on one. Peaks are those of a rank.
         options, flags: Arguments for it: of ``sacplan.profile`` (of ``sacplan.plan`` for a mesh), and on the command
             line. Empty where the command line has none.
+        wrapping: Lines of Python that wrap the model for several devices; none on a mesh, where ``apply`` does.
         host_bytes: Memory of the host that the plan and the optimizer take.
         host_room_bytes: The host's budget.
     """
@@ -67,6 +68,7 @@ class FitRow(Row):
     spread: str = ""
     options: str = ""
     flags: tuple[str, ...] = ()
+    wrapping: tuple[str, ...] = ()
     host_bytes: int = 0
     host_room_bytes: int = 0
 
@@ -314,7 +316,7 @@ class Verdict:
         budget = "" if self.budget is None else f', "{self.budget}"'
         start = f"# torchrun --nproc-per-node {self.devices}"
         # A mesh is planned for from one profile of the step of all ranks, and ``apply`` makes the calls.
-        if best.options.startswith("mesh="):
+        if not best.wrapping:
             return [
                 start,
                 f'profile = sacplan.profile(model, batch, optimizer=optimizer, device="{self.device}")  # of all ranks',
@@ -328,15 +330,7 @@ class Verdict:
                 f"handle = sacplan.apply(model, sacplan.plan(profile{budget}))",
             ]
         # Without a plan, the wrapper is all that is needed.
-        if best.spread == "DDP":
-            return [*lines, "model = torch.nn.parallel.DistributedDataParallel(model)"]
-        # Options are Python text, so units and policies are read out of it again.
-        units, _, policies = best.options.partition("[")[2].removesuffix(")").partition("]")
-        given = policies
-        for unit in units.split(", "):
-            module = unit.strip("'").removesuffix(".*")
-            lines += [f"for layer in model.{module}:", f"    fully_shard(layer{given})"] if module else []
-        return [*lines, f"fully_shard(model{given})"]
+        return [*lines, *best.wrapping]
 
     def to_frame(self) -> pd.DataFrame:
         """Return a table with one row for each way."""

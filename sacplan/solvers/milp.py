@@ -54,14 +54,12 @@ class Milp:
             its program. The answer does not depend on how fast the machine is.
         seed: of the solver's own random choices.
         peak_gap: relative gap at which a peak counts as the smallest.
-        time_limit_s: seconds for each solve, after which it is a ``SolverError``; None: no such limit.
     """
 
     gap: float = 1e-3
     work_limit: int = WORK_LIMIT
     seed: int = 0
     peak_gap: float = 1e-3
-    time_limit_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -91,7 +89,6 @@ class Milp:
             gap=self.gap if gap is None else gap,
             work_limit=self.work_limit if work_limit is None else work_limit,
             seed=self.seed,
-            time_limit_s=self.time_limit_s,
         )
 
     def smallest(self, problem: Problem) -> Solution:

@@ -7,7 +7,7 @@ no bound is reported, so it is read from HiGHS's info.
 What ends a search is a limit of work, not of time: with a given seed the answer is the same on a
 machine that is slow or busy. Work is the nodes of branch and bound, each counted as the nonzeros of its
 program, so that a limit takes about as long for small programs as for large ones. The first node is
-always seen through. A limit in seconds may be given as well; to reach it is an error, not another answer.
+always seen through.
 """
 
 from __future__ import annotations
@@ -112,35 +112,25 @@ class LinearProgram:
             if bound is not None:
                 self._problem.addConstraint(pulp.LpConstraint(expression.copy(), sense, rhs=bound))
 
-    def solve(
-        self,
-        *,
-        gap: float = 1e-4,
-        work_limit: int = WORK_LIMIT,
-        seed: int = 0,
-        time_limit_s: float | None = None,
-    ) -> LinearSolution:
+    def solve(self, *, gap: float = 1e-4, work_limit: int = WORK_LIMIT, seed: int = 0) -> LinearSolution:
         """Minimise.
 
         Args:
             gap: relative gap at which a solution counts as optimal.
             work_limit: nodes times nonzeros after which the search ends with what it has.
             seed: of the solver's own random choices.
-            time_limit_s: seconds of wall clock after which it fails; None: no such limit.
 
         Raises:
             PlanError: an option out of range.
-            SolverError: HiGHS failed, or has run for ``time_limit_s``.
+            SolverError: HiGHS failed.
         """
-        check_options(gap, work_limit, seed, time_limit_s)
+        check_options(gap, work_limit, seed)
         priced = zip(self._variables, self._costs, strict=True)
         self._problem.setObjective(pulp.LpAffineExpression([(v, cost) for v, cost in priced if cost]))
         # HiGHS knows a limit of nodes and none of work, so the work is divided by what one node counts.
         nonzeros = max(1, self._nonzeros)
         try:
-            ended = _solve_highs(
-                self._problem, _Options(gap, max(1, work_limit // nonzeros), seed, time_limit_s)
-            )
+            ended = _solve_highs(self._problem, _Options(gap, max(1, work_limit // nonzeros), seed))
         except pulp.PulpSolverError as error:
             raise SolverError(f"HiGHS failed: {error}") from error
         status, bound = ended.status, ended.bound
@@ -162,7 +152,6 @@ class _Options(NamedTuple):
     gap: float
     nodes: int
     seed: int
-    time_limit_s: float | None
 
 
 class _Ended(NamedTuple):
@@ -173,7 +162,7 @@ class _Ended(NamedTuple):
     nodes: int
 
 
-def check_options(gap: float, work_limit: int, seed: int, time_limit_s: float | None = None) -> None:
+def check_options(gap: float, work_limit: int, seed: int) -> None:
     """Check the options that all programs share.
 
     Raises:
@@ -183,8 +172,6 @@ def check_options(gap: float, work_limit: int, seed: int, time_limit_s: float | 
         raise PlanError(f"gap is {gap!r}; it must be a share, such as 1e-4")
     if not _is_int(work_limit) or work_limit <= 0:
         raise PlanError(f"the work limit is {work_limit!r}; it must be a positive int, such as {WORK_LIMIT}")
-    if time_limit_s is not None and not time_limit_s > 0:
-        raise PlanError(f"the time limit is {time_limit_s!r} s; it must be positive, or None")
     if not _is_int(seed) or not 0 <= seed < 2**31:
         raise PlanError(f"seed is {seed!r}; it must be an int from 0 to 2**31 - 1")
 
@@ -277,7 +264,6 @@ def _run_highs(problem: pulp.LpProblem, presolve: str, options: _Options) -> _En
             options.nodes,
             msg=False,
             gapRel=options.gap,
-            timeLimit=options.time_limit_s,
             threads=_THREADS,
             random_seed=options.seed,
             presolve=presolve,
@@ -285,11 +271,6 @@ def _run_highs(problem: pulp.LpProblem, presolve: str, options: _Options) -> _En
             mip_heuristic_run_feasibility_jump=False,
         )
     )
-    if problem.solverModel.getModelStatus().name == "kTimeLimit":
-        raise SolverError(
-            f"the search was not done in {options.time_limit_s} s; raise time_limit, or leave it out: the limit of "
-            "work ends every search, with the same answer on every machine"
-        )
     status = _status(problem)
     info = problem.solverModel.getInfo()
     if status == "feasible" and info.primal_solution_status != 2:  # 2: a feasible point

@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,8 +167,7 @@ def test_no_plan_touches_what_is_pinned(case: str, solver: str, objective: Any) 
     profile, smallest = profile_of(name), smallest_of(case, solver, objective)
     assert_pinned(profile, smallest, case)
     assert smallest.peak_bytes < profile.peak_bytes or case in NOTHING_LEFT
-    for i in range(3):
-        budget = smallest.peak_bytes + (profile.peak_bytes - smallest.peak_bytes) * i // 3
+    for budget in (smallest.peak_bytes, (smallest.peak_bytes + profile.peak_bytes) // 2):
         plan = sacplan.plan(profile, f"{budget}B", solver, objective, **pins)
         assert plan.peak_bytes <= budget
         assert plan.lower_bound_ms <= plan.recompute_ms
@@ -240,7 +238,7 @@ def test_a_plan_falls_back_on_inner_units() -> None:
 # --- while it runs --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", slow_after(6, PINS))
+@pytest.mark.parametrize("case", slow_after(3, PINS))
 def test_gradients_are_bit_equal_and_the_fake_step_has_the_peak(case: str) -> None:
     name = PINS[case][0]
     model, batch, loss_fn = model_and_batch(name)
@@ -337,14 +335,6 @@ def test_all_pinned_is_infeasible_at_the_unplanned_peak(pins: dict[str, list[str
     argument, given = next(iter(pins.items()))
     assert f"That is with {argument}={given!r}." in str(info.value)
     assert sacplan.plan(profile, "100%", **pins).status == "unplanned"
-
-
-def test_the_file_says_what_was_pinned(tmp_path: Path) -> None:
-    plan = sacplan.plan(profile_of("lm"), "90%", keep=["layers.2"], never=["layers.1"])
-    assert (plan.provenance.keep, plan.provenance.never) == (("layers.2",), ("layers.1",))
-    plan.save(tmp_path / "plan.json")
-    assert sacplan.Plan.load(tmp_path / "plan.json") == plan
-    assert sacplan.Plan.load(tmp_path / "plan.json").provenance == plan.provenance
 
 
 def test_the_bound_heeds_the_pins() -> None:
