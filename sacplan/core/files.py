@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import inspect
 import json
 import reprlib
 import zlib
@@ -105,20 +104,6 @@ def table_of(path: Path) -> list[dict[str, str]]:
     """Return the rows of a table of the package (CSV, with comments after ``#``), by the names in its first line."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
-
-
-def schema_of(kind: type, title: str) -> dict[str, Any]:
-    """Return the JSON schema of the files that are read as ``kind``."""
-    schema = msgspec.json.schema(kind)
-    for definition in schema["$defs"].values():
-        if "description" in definition:
-            definition["description"] = inspect.cleandoc(definition["description"])
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **schema}
-
-
-def schema_path(what: str, version: int) -> Path:
-    """Return the path of the schema of a kind of file in the package."""
-    return Path(__file__).parents[1] / "schemas" / f"{what}-{version}.json"
 
 
 def write(path: str | Path, data: Any) -> None:

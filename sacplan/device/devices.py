@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from sacplan.core.budget import parse_budget
-from sacplan.core.files import Count, Name, Positive, schema_of, table_of, write
+from sacplan.core.files import Count, Name, Positive, table_of, write
 from sacplan.core.near import did_you_mean
 from sacplan.device import files
 from sacplan.device.files import Duration, Efficiency, Rate
@@ -240,11 +240,6 @@ class DeviceSpec:
 def device_fields() -> type[msgspec.Struct]:
     """Return the types of a device's fields, by which one that is made and one that is read are checked."""
     return files.fields_of(DeviceSpec)
-
-
-def schema() -> dict[str, Any]:
-    """Return the JSON schema of files of devices."""
-    return schema_of(files.file_of(device_fields()), "A device of sacplan")
 
 
 @dataclass(frozen=True, slots=True)

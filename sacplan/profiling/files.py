@@ -81,11 +81,6 @@ def load(path: str | Path) -> dict[str, Any]:
     return {name: getattr(found, name) for name in _Fields.__struct_fields__}
 
 
-def schema() -> dict[str, Any]:
-    """The JSON schema of these files."""
-    return files.schema_of(ProfileFile, "A profile of sacplan")
-
-
 def _digest(fields: _Fields) -> str:
     """Hash the values, independently of the order of keys and of sets."""
     values = {name: getattr(fields, name) for name in _Fields.__struct_fields__}
