@@ -33,7 +33,6 @@ from sacplan.errors import InfeasibleBudget, PlanError
 from sacplan.planning.limits import ROUNDS, Limit, Room
 from sacplan.planning.partitions import (
     JointGraph,
-    Partitioner,
     Split,
     Splits,
     fastest,
@@ -48,6 +47,7 @@ from sacplan.planning.value import UnitPlan
 from sacplan.profiling.profile import Profile
 from sacplan.record.compiled import compiler_for
 from sacplan.techniques.registry import TECHNIQUES, by_technique, rewritten
+from sacplan.torch_compat.partitioning import GivenGraph, joint_graphs_noted
 
 _CLOSE = 0.01
 """Share of the budget that a plan may leave unused without a cheaper one being sought."""
@@ -199,19 +199,18 @@ class _Partitions:
         outputs_stay = self._unit != ""
         graphs: dict[str, JointGraph] = profile.joint_graphs
 
-        def note(graph: JointGraph) -> Split:
+        def note(given: GivenGraph) -> JointGraph:
+            graph = JointGraph(given, outputs_stay, profile.spec)
             graphs[graph.key] = graph
-            lower(graph.splits)
-            return graph.own
+            return graph
 
         if not graphs:
             for given in profile.source.joint_graphs if profile.source else ():
-                graph = JointGraph(given, outputs_stay, profile.spec)
-                graphs[graph.key] = graph
+                note(given)
             if not graphs or any(graph.is_dynamic for graph in graphs.values()):
                 # Sizes that were symbols may be fixed by now: each graph is lowered while it is compiled.
                 graphs.clear()
-                with Partitioner(note, outputs_stay):
+                with joint_graphs_noted(lambda given: lower(note(given).splits)):
                     profile.run_again()
             for graph in graphs.values():
                 graph.world = functools.partial(compiler_for, profile.spec)

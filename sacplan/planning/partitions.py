@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from sacplan.device.cost import CostModel
-from sacplan.device.devices import DeviceSpec, resolve_device
-from sacplan.device.kernels import active_device
+from sacplan.device.devices import DeviceSpec
 from sacplan.device.op_kernels import Call
 from sacplan.planning.saved_values import bytes_of, cheapest_saved, price_of, without_forbidden
 from sacplan.torch_compat import partitioning
@@ -77,22 +76,20 @@ class JointGraph:
     Args:
         given: a copy of it.
         outputs_stay: what the forward pass returns is alive to the end of the backward pass, saved or not.
-        spec: the device; None while it is compiled for one.
+        spec: the device.
 
     Attributes:
         values: those of its forward part, among which a split chooses.
         world: makes what is entered to lower a split. While the graph is compiled, there is nothing to enter.
     """
 
-    def __init__(
-        self, given: partitioning.GivenGraph, outputs_stay: bool, spec: DeviceSpec | None = None
-    ) -> None:
+    def __init__(self, given: partitioning.GivenGraph, outputs_stay: bool, spec: DeviceSpec) -> None:
         self.key = partitioning.graph_key(given.module)
         self.values: list[ForwardValue] = []
         self.world: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._given = given
         self._n_held = given.arguments["num_fwd_outputs"] if outputs_stay else 0
-        self._prices = prices_of(spec or spec_of(given.module))
+        self._prices = prices_of(spec)
 
     def _saved_by_pytorch(self, *settings: float) -> list[frozenset[str]]:
         """Return what PyTorch saves with each of these. The first call notes the values."""
@@ -137,10 +134,6 @@ class JointGraph:
         with self.world(), self._given.settings:
             graphs = self._partitioned(module, partitioning.saving(saved))
             return partitioning.lowered(module, graphs, self._given.arguments, self._n_held, self._prices)
-
-    def split(self, module: Any, chosen: Split) -> tuple[Any, Any]:
-        """Split the graph itself, which is changed, and return its two parts."""
-        return self._partitioned(module, partitioning.saving(chosen.saved))
 
 
 Splits = tuple[Split, ...]
@@ -193,38 +186,8 @@ def lower(splits: Iterable[Split]) -> None:
         _ = split.lowered
 
 
-def spec_of(module: Any) -> DeviceSpec:
-    """Return the device that a graph is compiled for."""
-    device = next(v.device for n in module.graph.nodes if isinstance(v := n.meta.get("val"), torch.Tensor))
-    return active_device() or resolve_device(device)
-
-
 def prices_of(spec: DeviceSpec) -> Prices:
     """Return what ops cost on a device."""
     model = CostModel(spec)
     byte_ms = 1e3 / (model.spec.bandwidth_bytes_per_s * model.spec.bandwidth_efficiency)
     return Prices(lambda *call: model.cost(Call(*call))[1], byte_ms)
-
-
-class Partitioner:
-    """What inductor asks for partitions inside.
-
-    Args:
-        choose: says how each graph is split. It is asked when the graph is compiled.
-        outputs_stay: as for ``JointGraph``.
-    """
-
-    def __init__(self, choose: Callable[[JointGraph], Split], outputs_stay: bool) -> None:
-        self._choose = choose
-        self._outputs_stay = outputs_stay
-
-    def _partition(self, module: Any, inputs: Sequence[Any], **arguments: Any) -> Any:
-        graph = JointGraph(partitioning.GivenGraph.of(module, inputs, arguments), self._outputs_stay)
-        return graph.split(module, self._choose(graph))
-
-    def __enter__(self) -> None:
-        asked = partitioning.as_partitioner(self._partition, "sacplan")
-        self._before = partitioning.swap_partitioner(asked)
-
-    def __exit__(self, *exc_info: Any) -> None:
-        partitioning.swap_partitioner(self._before)

@@ -438,7 +438,7 @@ def _run_fake(resolved: _Resolved, note: Callable[[FakeTensorMode], None]) -> _T
                 running.enter_context(dry_compiled(fake, asked.compiled, spec))
                 resolved.joint_graphs.clear()
                 if asked.prepare is None:  # a plan splits them itself
-                    running.enter_context(joint_graphs_noted(resolved.joint_graphs))
+                    running.enter_context(joint_graphs_noted(resolved.joint_graphs.append))
             step = Step(
                 model=fake,
                 batch=copier.batch(asked.batch),

@@ -374,16 +374,16 @@ def as_partitioner(partition: Callable[..., Any], key: Any) -> Any:
 
 
 @contextlib.contextmanager
-def joint_graphs_noted(found: list[GivenGraph]) -> Iterator[None]:
-    """Note the joint graphs that inductor splits inside, as it does in any case."""
+def joint_graphs_noted(note: Callable[[GivenGraph], object]) -> Iterator[None]:
+    """Note copies of the joint graphs that inductor splits inside, as it does in any case."""
     with torch_names():
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    def note(module: Any, inputs: Sequence[Any], **arguments: Any) -> Any:
-        found.append(GivenGraph.of(module, inputs, arguments))
+    def partition(module: Any, inputs: Sequence[Any], **arguments: Any) -> Any:
+        note(GivenGraph.of(module, inputs, arguments))
         return (before or min_cut_rematerialization_partition)(module, inputs, **arguments)
 
-    before = swap_partitioner(as_partitioner(note, "sacplan"))
+    before = swap_partitioner(as_partitioner(partition, "sacplan"))
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ from benchmarks.op_metadata import (
 )
 from sacplan.device.kernels import fake_device
 from sacplan.torch_compat.fake_kernels import elementwise_ops, is_structured, run_in_cpp, torchs_own_fake
+from tests.support.slow import slow_after
 from tests.zoo.convnets import BasicBlock, Depthwise, Inverted
 from tests.zoo.layers import FromFunction
 
@@ -201,25 +202,25 @@ STEPS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...], Any]] = {
     "columns": (columns, (2, 3, 24, 24), None),
     # Losses inside units, so that results on large storages are among what may be discarded.
     "losses inside": (losses_inside, (2, 3, 32, 32), None),
+    "depthwise": (
+        lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 24, 4, 4), *(Depthwise(24) for _ in range(4))),
+        (4, 3, 64, 64), None,
+    ),
+    "a batch of one": (autoencoder, (1, 32, 16, 16), None),
     "residual": (
         lambda: torch.nn.Sequential(
             torch.nn.Conv2d(3, 16, 3, 2, 1), residual(16, 16, 1), residual(16, 32, 2), residual(32, 64, 2)
         ), (4, 3, 64, 64), None,
     ),
-    "depthwise": (
-        lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 24, 4, 4), *(Depthwise(24) for _ in range(4))),
-        (4, 3, 64, 64), None,
-    ),
     "inverted": (
         lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, 2, 1), *(Inverted(8) for _ in range(4))),
         (4, 3, 64, 64), None,
     ),
-    "a batch of one": (autoencoder, (1, 32, 16, 16), None),
     "a batch of two": (autoencoder, (2, 32, 16, 16), None),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", slow_after(8, STEPS))
 def test_steps_are_predicted_as_measured(name: str) -> None:
     """From a fake trace and a real one, without a plan and with one, and as the fake step with the plan says."""
     torch.manual_seed(0)

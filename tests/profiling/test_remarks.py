@@ -58,8 +58,7 @@ def state_bytes(profile: sacplan.Profile) -> int:
 # --- no optimizer -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device", ["h100", "cpu"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(("device", "world_size"), [("h100", 2), ("cpu", 1)])
 def test_the_state_that_is_missing_is_that_of_a_step_with_adamw(device: str, world_size: int) -> None:
     ranks = Ranks.of(world_size, None if world_size == 1 else ["0", ""])
     made = model() if world_size == 1 else nn.Sequential(*model().children())  # every gradient is reduced
@@ -121,8 +120,7 @@ def pair() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(64, 8), torch.randint(5, (64,))
 
 
-@pytest.mark.parametrize("metrics", [0, 1])
-@pytest.mark.parametrize("trace", ["fake", "real"])
+@pytest.mark.parametrize(("trace", "metrics"), [("fake", 1), ("real", 0)])
 def test_the_only_scalar_of_the_outputs_is_the_loss(trace: Any, metrics: int) -> None:
     net, options = LogitsAndLoss(metrics), {"optimizer": torch.optim.SGD, "device": "cpu", "trace": trace}
     with warnings.catch_warnings():

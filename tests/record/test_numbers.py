@@ -19,6 +19,7 @@ from sacplan.running.measure import measured_step
 from sacplan.techniques.runtime.tensors import TAKES_A_NUMBER, with_lent_number
 from sacplan.torch_compat.allocations import allocation_deltas
 from tests.support.recomputing import plan_of
+from tests.support.slow import slow_after
 from tests.support.steps import mean_square, total
 from tests.zoo.layers import FromFunction, Then
 
@@ -96,7 +97,7 @@ class _Half(torch.autograd.Function):
         return grads[0] * 0.5
 
 
-@pytest.mark.parametrize("trace", ["fake", "real"])
+@pytest.mark.parametrize("trace", slow_after(1, ["fake", "real"]))
 @pytest.mark.parametrize("name", BRANCHES)
 def test_a_number_is_alive_as_long_as_the_node_that_keeps_it(name: str, trace: Any) -> None:
     torch.manual_seed(0)

@@ -342,7 +342,7 @@ SETTINGS = {
 @pytest.mark.parametrize(
     ("setting", "device"),
     slow_after(
-        5,
+        2,
         [
             ("deterministic", "cpu"),
             *((name, "h100") for name in ("cuDNN off", "attention by products")),
