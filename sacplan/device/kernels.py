@@ -5,7 +5,7 @@
 - ``overrides.py``, ``attention.py``, ``cudnn_rnn.py``: the ops that CUDA runs in other kernels. A new module of
   overrides is one more import here;
 - ``autocast.py``: CUDA's cast lists;
-- ``foreach.py``: optimizers take the path that is the default there;
+- ``foreach_by_default``: optimizers take the path that is the default there;
 
 and for every device ``layouts.py``: strides and storages as the kernels make them.
 
@@ -43,16 +43,17 @@ import torch
 import torch._refs  # registers torch's own fake layer norm, which must be there before it is replaced
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.optim import optimizer as torch_optimizer
 
 from sacplan.device import attention, autocast, cudnn_rnn  # noqa: F401  (each registers its overrides)
 from sacplan.device.devices import DEFAULT_DEVICE, DeviceSpec, resolve_device
-from sacplan.device.foreach import foreach_by_default
 from sacplan.device.layouts import elementwise_kernels, kernels_for
 from sacplan.device.overrides import fake_kernel, override
 from sacplan.torch_compat.fake_kernels import FakeKernel, fake_kernels, forget_kernels
 from sacplan.torch_compat.fake_tensors import active_fake_mode, make_fake_zeros_ordinary
 from sacplan.torch_compat.local_tensors import local_part
 from sacplan.torch_compat.ops import run_composite, tensors_in
+from sacplan.torch_compat.private import replaced
 
 # The registrations belong to the process: the first context that is entered anywhere makes them, and the last one
 # that is left removes them. Which device is active belongs to the thread. An overridden op that is called with
@@ -246,3 +247,27 @@ def fake_device(device: str | DeviceSpec | torch.device = DEFAULT_DEVICE) -> Ite
     spec = resolve_device(device)
     with FakeTensorMode(allow_non_fake_inputs=False, static_shapes=True) as mode, device_kernels(spec):
         yield mode
+
+
+@contextmanager
+def foreach_by_default(is_active: Callable[[], bool]) -> Iterator[None]:
+    """Let fake CPU parameters qualify for ``foreach`` where ``is_active()``, which is asked in each thread.
+
+    On a CUDA device it is the default, and torch decides by the exact type of parameters and by their device. Without
+    this, a trace would take the path of single tensors, whose temporaries differ: ``foreach`` holds as much as all
+    parameters. Each optimizer's own rules (Adafactor stays single, a tensor learning rate, ``fused``) are torch's.
+
+    Private PyTorch APIs, tried on 2.11 and 2.13: ``_foreach_supported_types`` and
+    ``_get_foreach_kernels_supported_devices`` in ``torch.optim.optimizer``.
+    """
+    optimizers: Any = torch_optimizer
+    own = optimizers._get_foreach_kernels_supported_devices
+
+    def devices() -> list[str]:
+        return [*own(), "cpu"] if is_active() else own()
+
+    # ``_default_to_fused_or_foreach`` asks for the exact type and then for the device, so both lists must grow. The
+    # list of types may hold for every thread: it lets a fake parameter pass, whose device still decides.
+    types = [*optimizers._foreach_supported_types, FakeTensor]
+    with replaced(optimizers, _foreach_supported_types=types, _get_foreach_kernels_supported_devices=devices):
+        yield

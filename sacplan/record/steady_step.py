@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from sacplan.core.model_calls import ModelCall
+from sacplan.core.model_calls import ModelCall, shapes_of
 from sacplan.core.program import Phase, Program
 from sacplan.errors import SacplanWarning
 from sacplan.record.fake_data import DataRules
 from sacplan.record.host_state import stepped_on_host
 from sacplan.record.largest_step import before_largest_step
-from sacplan.record.model_inputs import recorded_inputs
 from sacplan.record.recorder import Recorder
 from sacplan.record.state import preserved_rng
 from sacplan.record.step import Step, cached_tensors
@@ -65,7 +64,7 @@ def record_settled_step(
         if rules is not None:
             rules.assume_statistics(step.model)
         # A layer that is dropped at random is dropped again.
-        with preserved_rng(), recorded_inputs(step.model) as calls:
+        with preserved_rng(), _recorded_inputs(step.model) as calls:
             program = _record(step, recording, rules)
         step.forget_gradients_of_batch()
         new = recording.storages.left_behind()
@@ -136,3 +135,23 @@ def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> P
         return recorder.program()
     finally:
         recorder.forget()  # a graph that the model keeps holds the recorder's hooks: a cycle that is never collected
+
+
+@contextlib.contextmanager
+def _recorded_inputs(model: torch.nn.Module) -> Iterator[Collection[ModelCall]]:
+    """Collect the calls of a model inside: each different one once."""
+    calls: dict[ModelCall, None] = {}
+
+    def note(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        has = any(p.grad is not None for p in model.parameters())
+        calls[ModelCall(shapes_of(args, kwargs), has)] = None
+
+    # TorchScript compiles hooks, and cannot compile this one.
+    if isinstance(model, torch.jit.ScriptModule):
+        yield calls
+        return
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield calls
+    finally:
+        handle.remove()

@@ -14,7 +14,7 @@ from torch import nn
 
 import sacplan
 from benchmarks.harness.mixed_plans import in_one_place
-from sacplan.distributed.ranks.units import units_of
+from sacplan.distributed.ranks.ranks import units_of
 from sacplan.techniques.registry import rewritten
 from tests.support.processes import gloo, needs_gloo, run_ranks
 from tests.support.ranks import (

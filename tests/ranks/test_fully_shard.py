@@ -18,7 +18,7 @@ from torch import nn
 
 import sacplan
 from sacplan.core.program import Phase, StorageKind
-from sacplan.distributed.ranks.units import units_of
+from sacplan.distributed.ranks.ranks import units_of
 from sacplan.errors import TraceError
 from tests.support.ranks import (
     OPTIMIZER,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from sacplan.core.files import Positive
+from sacplan.core.names import matching_modules
 from sacplan.distributed.ranks.options import DEFAULTS, FullyShardOptions
-from sacplan.distributed.ranks.units import units_of
 from sacplan.distributed.sharding.mesh import Mesh
 from sacplan.distributed.sharding.sharding import Sharding, axes_of
 from sacplan.errors import TraceError
@@ -308,3 +308,27 @@ def _mesh_shape(mesh: Any) -> tuple[int, ...]:
 
 ONE_RANK = Ranks()
 """The whole step on one device."""
+
+
+def units_of(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Return the modules that patterns name, in the order of ``named_modules()``; ``""`` is the model itself.
+
+    Containers without a forward, such as a ``ModuleList``, are none: their modules are meant.
+
+    Raises:
+        TraceError: a pattern that matches nothing; it lists near names.
+    """
+    if isinstance(patterns, str) or not patterns:
+        raise TraceError(
+            f"the units of FSDP2 are {patterns!r}; give a list of patterns for module names, such as "
+            '["layers.*", ""] ("" is the model itself).'
+        )
+    from torch import nn
+
+    names = [
+        fqn
+        for fqn, module in model.named_modules()
+        if type(module).forward is not nn.Module.forward or "forward" in vars(module)
+    ]
+    found = set(matching_modules(names, patterns, "units"))
+    return tuple(name for name in names if name in found)

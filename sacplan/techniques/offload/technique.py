@@ -107,7 +107,7 @@ class Offloading(Technique):
         # The executors are not needed to plan. That of recipes has the hooks through which all saved tensors go.
         from sacplan.techniques.offload.executor.marks import Board, Fetch, LetGo, Send
         from sacplan.techniques.offload.executor.weights import InstalledWeights
-        from sacplan.techniques.recompute.executor.install import InstalledRecipes
+        from sacplan.techniques.recompute.executor.recipes import InstalledRecipes
 
         # At one op memory is let go of first, then copies out begin, and copies back are ordered last.
         marks: dict[str, dict[CallSite, list[LetGo | Send | Fetch]]] = defaultdict(lambda: defaultdict(list))

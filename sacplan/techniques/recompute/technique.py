@@ -69,8 +69,8 @@ class Recomputation(Technique):
     def install(self, wanted: ToInstall) -> Iterator[Installed]:
         """Replace the forward of each unit, or have the compiler's graphs partitioned so."""
         # The executors are not needed to plan.
-        from sacplan.techniques.recompute.executor.install import InstalledRecipes
         from sacplan.techniques.recompute.executor.partitions import InstalledPartitions
+        from sacplan.techniques.recompute.executor.recipes import InstalledRecipes
 
         partitions = [one for one in wanted.decisions if isinstance(one, Partition)]
         discarded = discarded_by(wanted.decisions)

@@ -11,7 +11,7 @@ import torch
 
 from sacplan.core.decisions import Partition
 from sacplan.errors import SacplanWarning
-from sacplan.techniques.recompute.executor.install import InstalledRecipes
+from sacplan.techniques.recompute.executor.recipes import InstalledRecipes
 from sacplan.torch_compat.partitioning import (
     as_partitioner,
     as_pytorch,
