@@ -1,7 +1,7 @@
 """The integer program finds the optimum: equal to brute force over all choices of random problems.
 
 The other searches have the same test in their rooms: cuts in ``recompute/test_closure.py``, Rotor in
-``rotor/test_rotor.py``, placements in ``placing/test_brute_force.py``, the bound in ``plan/test_lower_bound.py``.
+``rotor/test_rotor.py``, the bound in ``planning/test_lower_bound.py``.
 """
 
 from __future__ import annotations
