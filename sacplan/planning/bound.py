@@ -100,6 +100,7 @@ class _OpBound:
         # What is alive at this moment whatever a schedule keeps: the other side of the inequality.
         self._rest = int(liveness.at_op[moment]) - self._all
 
+        # By storage, each op that writes it, in place too: more than one means that it is written in place.
         writers: dict[int, list[int]] = defaultdict(list)
         for i, op in enumerate(program.ops[:moment]):
             if op.phase == Phase.FORWARD:
@@ -113,8 +114,8 @@ class _OpBound:
         # Walk from the held storages back to everything from which they could be made again.
         while stack:
             s = stack.pop()
-            # Not made in the forward pass so far, written in place, or pinned. No op can run again for it, and it is
-            # not in ``saved`` below, so it costs nothing.
+            # No op can run again for it: it is not made in the forward pass so far, is written in place, or is pinned.
+            # If it is held, it is left out of ``saved`` and so costs nothing; if it is only read, it has to be kept.
             if len(writers[s]) != 1 or writers[s][0] in pinned:
                 continue
             maker = makers[s] = writers[s][0]

@@ -97,17 +97,22 @@ def module_rows(profile: Profile, plan: Plan | None = None) -> list[ModuleRow]:
     ]
 
 
-def _owners(program: Program, with_plan: Program) -> dict[str, _Own]:
-    """Return what belongs to each module, of a step with the chunks of a plan, and with the whole plan."""
-    owners = {scope.fqn: _Own() for scope in program.scopes}
+def _owners(with_chunks: Program, with_plan: Program) -> dict[str, _Own]:
+    """Return by module what belongs to it.
+
+    Args:
+        with_chunks: the step with only the chunks of the plan.
+        with_plan: the same step with the whole plan. What that adds comes behind the ops and storages of the other.
+    """
+    owners = {scope.fqn: _Own() for scope in with_chunks.scopes}
 
     def owner(op: int) -> _Own:
-        module = module_of(program, op)
+        module = module_of(with_chunks, op)
         return owners.setdefault(OUTSIDE if module is None else module, _Own())
 
-    # Not ``program.ops``: ops that run in slices are listed there, but do not run.
-    runs = {i for code, i in program.events if code == Event.OP}
-    for i, op in enumerate(program.ops):
+    # Not ``with_chunks.ops``: ops that run in slices are listed there, but do not run.
+    runs = {i for code, i in with_chunks.events if code == Event.OP}
+    for i, op in enumerate(with_chunks.ops):
         if op.phase != Phase.FORWARD:
             continue
         if i in runs:
@@ -115,21 +120,22 @@ def _owners(program: Program, with_plan: Program) -> dict[str, _Own]:
         else:
             owner(i).in_slices = True
     for i in with_plan.footprint.again:
-        owner(i).recompute_ms += program.ops[i].time_ms
+        owner(i).recompute_ms += with_chunks.ops[i].time_ms
     # Packed without the plan: autograd asks for it. Packed with it: the plan holds it.
     asked, held = (
-        {p.handle_storages[arg] for code, arg in p.events if code == Event.PACK} for p in (program, with_plan)
+        {p.handle_storages[arg] for code, arg in p.events if code == Event.PACK}
+        for p in (with_chunks, with_plan)
     )
     for s in sorted(asked | held):
-        maker = program.writer.get(s)
-        if maker is None or program.ops[maker].phase != Phase.FORWARD:
+        maker = with_chunks.writer.get(s)
+        if maker is None or with_chunks.ops[maker].phase != Phase.FORWARD:
             continue
         own = owner(maker)
         if s in held:
             own.kept.append(s)
-            own.kept_bytes += program.storage_bytes[s]
+            own.kept_bytes += with_chunks.storage_bytes[s]
         else:
-            own.discarded_bytes += program.storage_bytes[s]
+            own.discarded_bytes += with_chunks.storage_bytes[s]
     return owners
 
 

@@ -281,17 +281,19 @@ class Refinement:
         An answer that uses less in the row has, in some block and for some amount, more choices that use at most that
         amount. The cut says just that, so it excludes no answer that keeps the limit.
         """
-        cut = []
+        cut = []  # alternatives, of which at least one has to hold
         for block, own in zip(self._blocks, counts, strict=True):
             uses = self.problem.choices[block[0]].uses[:, row]
-            at_most: dict[int, frozenset[int]] = {}  # by how many now, the most options that this is true for
+            # By how many choices take one of these options now. Amounts ascend, so of sets with one count the largest
+            # stays: what is true of a smaller one is true of it.
+            options_by_count: dict[int, frozenset[int]] = {}
             for amount in np.unique(uses):
                 options = np.flatnonzero(uses <= amount).tolist()
-                at_most[sum(own[option] for option in options)] = frozenset(options)
+                options_by_count[sum(own[option] for option in options)] = frozenset(options)
             # All choices of the block may use at most that amount already. Then no more of them can.
             cut += [
                 _AtLeast(frozenset(block), options, count + 1)
-                for count, options in at_most.items()
+                for count, options in options_by_count.items()
                 if count < len(block)
             ]
         self._cuts.append(cut)

@@ -79,9 +79,9 @@ def _rewrite(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
 
 
 def _check_plain(span: ChunkSpan) -> None:
-    """Refuse a module that gets a DTensor, or has one as a parameter: slices are made of plain tensors."""
+    """Refuse a chunk in which a forward op ran on DTensors: only plain tensors are sliced."""
     program = span.program
-    # Backward ops follow from forward ones, so these are enough.
+    # For the span "rest" this range goes on to the end of the program. Backward ops follow from forward ones.
     for i in span.forward if program.on_dtensors else ():
         op = program.ops[i]
         module = program.scopes[op.scope].fqn if op.scope >= 0 else ""

@@ -134,15 +134,15 @@ class ChunkPatch:
             made_at: by storage of a result, where a loop makes it. It is held from there on.
         """
         program, tensors = self.program, self.run.tensors
+        # Of the activation that enters (``begins``) only the handles go: its storage is real.
         for s in (*tensors.storages, tensors.begins):
             for at in program.liveness.events_of[s]:
                 code, arg = program.events[at]
-                # Autograd's handles on lazy tensors keep no storage; those that others have on the same storage
-                # stay.
-                handle = arg if code in (_PACK, _RELEASE) else -1
+                handle = arg if code in (_PACK, _RELEASE) else -1  # -1: not an event of autograd's
                 if code in (_UNPACK, _DROP):
                     handle = program.instance_handles[arg]
                 if handle >= 0:
+                    # Handles on lazy tensors keep no storage; those that others have on the same storage stay.
                     if handle in self.final.handles:
                         self.events.setdefault(at, [])
                 # A result lives as in the program once its loop has made it, so later events of it stay.

@@ -291,37 +291,49 @@ class Offloads:
         *,
         early: bool = True,
     ) -> Option:
+        """Return the option that recomputes the ops ``gone`` and has the storages ``chosen`` away.
+
+        Args:
+            unit: the module whose call the region is.
+            region: the region.
+            kept_bytes, members: what recomputation alone keeps and discards.
+            gone: the ops of ``members``.
+            patch: that recomputation.
+            chosen: the storages.
+            latest: the last op at which computation may wait for a copy out.
+            early: copies back begin early enough to be hidden; else at the last anchor, and computation waits.
+        """
         program = self.program
         copies = {s: copy_ms(self.spec, program.storage_bytes[s]) for s in chosen}
         sent = {s: first_seen(program, unit)[s] for s in chosen}
         needed = self._needed(chosen, gone, patch)
         let_go, late_out = self._let_go(needed, copies, sent, latest)
         fetch, late_back = (self._fetch if early else self._fetch_last)(needed, copies, sent)
-        order = sorted(chosen, key=needed.__getitem__)
-        anchors = tuple(fetch[s] for s in order)
+        by_need = sorted(chosen, key=needed.__getitem__)
+        anchors = tuple(fetch[s] for s in by_need)
         moves = [
-            Move(s, sent[s], let_go[s], a.event if a else -1) for s, a in zip(order, anchors, strict=True)
+            Move(s, sent[s], let_go[s], a.event if a else -1) for s, a in zip(by_need, anchors, strict=True)
         ]
         ops = {*sent.values(), *let_go.values(), *(a.op for a in anchors if a)}
-        asked = tuple(needed[s] for s in order)
+        needed_at = tuple(needed[s] for s in by_need)
         unit_of = tuple(sorted((op, self.unit_of[op]) for op in ops))
-        again = fsum(self.step.costs[op] for op in gone)
+        recompute_cost = fsum(self.step.costs[op] for op in gone)
         total = sum(copies.values())
-        out = min(self._ends[op] for op in sent.values()), max(self._ends[op] for op in let_go.values())
-        first = min(program.ops_in(self.units[unit]))
+        out_span = min(self._ends[op] for op in sent.values()), max(self._ends[op] for op in let_go.values())
         scope = self.units[unit]
+        first = min(program.ops_in(scope))
         # Copies begin and end behind the ops of the moves, which may be of other regions.
         positions = {int(self._op_events[op]) for op in ops} | {behind(program, op) for op in ops}
         positions |= {move.fetch for move in moves if move.fetch >= 0}
         positions |= {self.liveness.entered[scope], self.liveness.exited[scope]}
         return Option(
-            cost=again + self.step.added_cost(round(late_out + late_back, ROUNDED) + TIE * total),
+            cost=recompute_cost + self.step.added_cost(round(late_out + late_back, ROUNDED) + TIE * total),
             kept_bytes=max(0, kept_bytes - sum(program.storage_bytes[s] for s in chosen)),
             members=members,
             technique="offload",
             also=(Recomputation.name,),
             units=tuple(dict.fromkeys((unit, *(found for _, found in unit_of)))),
-            remembered=Away(tuple(moves), anchors, asked, unit_of, unit, self.spec, patch),
+            remembered=Away(tuple(moves), anchors, needed_at, unit_of, unit, self.spec, patch),
             # Ops are numbered from the unit's first one, so that equal layers have equal signatures.
             signature=tuple(
                 (
@@ -336,7 +348,7 @@ class Offloads:
             reach=Reach(tuple(sorted(positions)), chosen),
             host_bytes=sum(self.spec.host_bytes(program.storage_bytes[s]) for s in chosen),
             copies=(
-                Copies("out", float(out[0]), float(out[1]), max(0.0, total - late_out)),
+                Copies("out", float(out_span[0]), float(out_span[1]), max(0.0, total - late_out)),
                 self._back(needed, fetch, total - late_back),
             ),
         )

@@ -353,25 +353,27 @@ def _greedy(problem: ClosureProblem, left: TradeoffPoint, right: TradeoffPoint) 
     held = set(problem.saved).union(s for op in current for s in ops[op].reads)
     kept, spent = left.kept_bytes, left.recompute_ms
     order: list[int] = []
-    looked_at: list[tuple[int, float, int, int]] = []  # bytes, ms, ops of ``order`` before it, op
+    # Kept bytes and time if this op is discarded behind the first so many of ``order``.
+    looked_at: list[tuple[int, float, int, int]] = []
     gains: dict[int, tuple[int, float]] = {}
-    stale = targets
+    changed = targets  # whose gains have to be computed
     while targets:
-        for op in stale:
+        for op in changed:
             new = needs[op] - current
-            back = sum(charge[s] for n in new for s in set(ops[n].writes) if s in held)
-            more = {s for n in new for s in ops[n].reads if s not in held}
-            back -= sum(charge[s] for s in more if writer[s] not in new and writer[s] not in current)
-            gains[op] = (back, math.fsum(ops[n].cost_ms for n in new))
+            # What is freed, less the inputs that must be held for it.
+            freed = sum(charge[s] for n in new for s in set(ops[n].writes) if s in held)
+            newly_held = {s for n in new for s in ops[n].reads if s not in held}
+            freed -= sum(charge[s] for s in newly_held if writer[s] not in new and writer[s] not in current)
+            gains[op] = (freed, math.fsum(ops[n].cost_ms for n in new))
         # If no target frees anything by itself, the first is taken all the same: later ones may then be
         # cheaper, and each round takes at least one, so this ends.
         best, lowest = targets[0], math.inf
         for op in targets:
-            back, time = gains[op]
-            if back > 0:
-                looked_at.append((kept - back, spent + time, len(order), op))
-                if time / back < lowest:
-                    best, lowest = op, time / back
+            freed, time = gains[op]
+            if freed > 0:
+                looked_at.append((kept - freed, spent + time, len(order), op))
+                if time / freed < lowest:
+                    best, lowest = op, time / freed
         kept -= gains[best][0]
         spent += gains[best][1]
         held.update(s for op in needs[best] - current for s in ops[op].reads)
@@ -379,7 +381,7 @@ def _greedy(problem: ClosureProblem, left: TradeoffPoint, right: TradeoffPoint) 
         order.append(best)
         # A gain changes only if the ops that were just added touch a storage that the target touches.
         targets = [op for op in targets if not needs[op] <= current]
-        stale = [op for op in targets if not touched[best].isdisjoint(touched[op])]
+        changed = [op for op in targets if not touched[best].isdisjoint(touched[op])]
 
     points: list[TradeoffPoint] = []
     least = right.kept_bytes

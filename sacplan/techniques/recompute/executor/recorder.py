@@ -179,6 +179,7 @@ class UnitRecorder(Watching):
         return None if self._saved is None else self._saved.of(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The next op of the schedule, and what to do with it. Where there is none, (None, None): each op is looked up.
         expected, op = self._ops[self._at]
         # Most ops are the schedule's next one, with nothing to do. Each microsecond here is one for each op of a step.
         if expected is func and op is None and not (types or self.paused or self._differs):
