@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from sacplan.report.snapshot import snapshot_of
 from torch import nn
 
 import sacplan
@@ -79,7 +78,7 @@ def test_memory_that_a_resize_takes_is_planned_for(how: str, trace: Any) -> None
 
 
 @pytest.mark.parametrize("how", FILLED)
-def test_files_reports_and_snapshots_have_the_sizes_of_the_moment(how: str, tmp_path: Path) -> None:
+def test_files_and_reports_have_the_sizes_of_the_moment(how: str, tmp_path: Path) -> None:
     model, x = _model(how)
     profile = sacplan.profile(model, x, mean_square, device="h100")
     profile.save(tmp_path / "profile.json")
@@ -89,14 +88,11 @@ def test_files_reports_and_snapshots_have_the_sizes_of_the_moment(how: str, tmp_
     assert program.footprint == profile.program.footprint
     rows = sacplan.Report(again).alive_at_peak()
     assert int(rows["bytes"].sum()) == program.footprint.peak_bytes
-    # The snapshot is of the same blocks in the same order: its highest point is the peak.
-    live = highest = 0
-    for entry in snapshot_of(again, program)["device_traces"][0]:
-        live += {"alloc": entry["size"], "free_completed": -entry["size"]}.get(entry["action"], 0)
-        highest = max(highest, live)
-    assert highest == program.footprint.peak_bytes
     # Blocks are as large as what was asked for here, up to the allocator's steps of 512 bytes, which are in the sizes.
-    assert sacplan.plan(again, "100%").device_memory.first_step.max_memory_allocated >= highest
+    assert (
+        sacplan.plan(again, "100%").device_memory.first_step.max_memory_allocated
+        >= program.footprint.peak_bytes
+    )
 
 
 def test_what_autograd_keeps_may_be_freed_and_brought_back() -> None:
