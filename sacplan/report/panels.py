@@ -23,7 +23,9 @@ class Panel:
     """A step under a title, with the budget to compare it with.
 
     Attributes:
-        title, program, budget_bytes: see above.
+        title: what stands over it.
+        program: the step, with the plan if there is one.
+        budget_bytes: the line that it is compared with; None: there is none.
         timeline: a row for each op that runs, see ``Profile.timeline``.
         end_ms: when the last op ends.
         peak_bytes: bytes that are alive at the peak.

@@ -85,6 +85,6 @@ class _FakeGenerator:
 
 def _digest(state: torch.Tensor) -> int:
     if isinstance(state, FakeTensor):
-        return 0
+        return 0  # it has no bytes: of a fake step only memory is asked, no numbers
     # No op reads the bytes, since a dispatch mode of the program would see it.
     return hash(ctypes.string_at(state.data_ptr(), state.numel()))
