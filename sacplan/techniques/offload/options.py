@@ -163,17 +163,17 @@ class Offloads:
             )
             kept = [s for s in self._kept(candidates, gone) if self._leaves(unit, s)]
             for chosen in self._sets(kept, inside):
-                lazy = self._option(unit, region, kept_bytes, members, gone, patch, chosen, self._stops[-1])
+                lazy = self._option(unit, kept_bytes, members, gone, patch, chosen, self._stops[-1])
                 yield lazy
                 # Over a slow link the copies of many regions would be under way at once: wait at the end of this one.
                 latest = max((op for op in self._stops if op in inside), default=-1)
-                prompt = self._option(unit, region, kept_bytes, members, gone, patch, chosen, latest)
+                prompt = self._option(unit, kept_bytes, members, gone, patch, chosen, latest)
                 if prompt.signature != lazy.signature:
                     yield prompt
             # For the smallest peak, copies come back no earlier than they must, though computation waits for them.
             if kept:
                 every, last = tuple(sorted(kept)), self._stops[-1]
-                yield self._option(unit, region, kept_bytes, members, gone, patch, every, last, early=False)
+                yield self._option(unit, kept_bytes, members, gone, patch, every, last, early=False)
 
     def _bases(self, region: Region, inside: frozenset[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield members to recompute that the unit runs, and the bytes that are then kept, before anything is away."""
@@ -281,7 +281,6 @@ class Offloads:
     def _option(
         self,
         unit: str,
-        region: Region,
         kept_bytes: int,
         members: tuple[int, ...],
         gone: frozenset[int],
@@ -295,7 +294,6 @@ class Offloads:
 
         Args:
             unit: the module whose call the region is.
-            region: the region.
             kept_bytes, members: what recomputation alone keeps and discards.
             gone: the ops of ``members``.
             patch: that recomputation.

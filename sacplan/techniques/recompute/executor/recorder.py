@@ -30,7 +30,7 @@ from sacplan.techniques.recompute.executor.handles import (
     unpack,
 )
 from sacplan.techniques.recompute.executor.lookup import Lookup, description_of, func_facts
-from sacplan.techniques.recompute.executor.nodes import OutsideForward, Slot
+from sacplan.techniques.recompute.executor.nodes import OutsideForward, RecipeNode, Slot
 from sacplan.techniques.recompute.executor.schedule import (
     NO_OPS,
     Action,
@@ -123,7 +123,7 @@ class UnitRecorder(Watching):
         self._first_step = first_step or FirstStep(False)
         # By storage, what this call has saved; only where something may be taken away.
         self._saved = SavedStorages() if recorded.marks is not None else None
-        self._slots = SlotTable(self._unit, None if self._saved is None else self._saved.of)
+        self._slots = SlotTable(None if self._saved is None else self._saved.of)
         # The pack and the unpack hook that were there before; None if there were none.
         self._hooks_around: tuple[Any, Any] | None = None
         # While a schedule is followed: it, and the next op.
@@ -253,7 +253,8 @@ class UnitRecorder(Watching):
         recorded = noted.latest
         if draw is not None:
             draw.end()
-        self._slots.note(traits, site, op.times, args, kwargs, out, draw, overwritten, recorded)
+        node = RecipeNode(self._unit, traits, site, op.times, draw, recorded)
+        self._slots.note(node, args, kwargs, out, overwritten)
         return out
 
     # --- leaving a schedule, and learning one ---

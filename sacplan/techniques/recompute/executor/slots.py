@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from sacplan.core.elements import CallSite
-from sacplan.techniques.recompute.executor.draws import Draw
 from sacplan.techniques.recompute.executor.nodes import HeldArg, RecipeNode, Slot, tensors_of
 from sacplan.techniques.runtime.saved import SavedOf
 from sacplan.techniques.runtime.tensors import history_free_aliases, version_of, view_of
@@ -32,12 +30,10 @@ class SlotTable:
     """By storage, the slot of the discarded output on it, while the output is alive and nobody has written to it.
 
     Args:
-        unit: the name of the unit, for messages.
         saved_of: gives what the call has saved on a storage; None where nothing is taken away.
     """
 
-    def __init__(self, unit: str, saved_of: SavedOf | None = None) -> None:
-        self._unit = unit
+    def __init__(self, saved_of: SavedOf | None = None) -> None:
         self._saved_of = saved_of
         self._slots: dict[int, Slot] = {}
 
@@ -79,31 +75,17 @@ class SlotTable:
         self.note_write(traits.func, args, kwargs)
         return slot if slot is not None and counts_writes_of(slot.tensor(), args[0]) else None
 
-    def note(
-        self,
-        traits: OpTraits,
-        site: CallSite,
-        times: int,
-        args: Any,
-        kwargs: Any,
-        out: Any,
-        draw: Draw | None,
-        overwritten: Slot | None,
-        recorded: int,
-    ) -> None:
-        """Make a node for an op that has run, and slots for its outputs, unless this call needs its output kept.
+    def note(self, node: RecipeNode, args: Any, kwargs: Any, out: Any, overwritten: Slot | None) -> None:
+        """Complete the node of an op that has run, and make slots for its outputs, unless the output must be kept.
 
         The cheap questions come first: this runs for every discarded op of every step.
 
         Args:
-            traits: what is known of the op.
-            site: its call site in the recorded step.
-            times: how often the plan discards its outputs.
+            node: a new node for the op, without its arguments.
             args, kwargs, out: of this call.
-            draw: the random numbers that it drew, if it did.
             overwritten: for an op that writes in place, what ``before_write`` returned.
-            recorded: see ``RecipeNode``.
         """
+        traits = node.traits
         # Each ``return`` keeps the output: autograd then packs the tensor itself. The functions below say why.
         if _overwrites_a_kept_value(traits, overwritten):
             return
@@ -122,7 +104,6 @@ class SlotTable:
         taken, made = _on_storages(inputs), _on_storages(outputs)
         if _returns_an_input(traits, taken, made):
             return
-        node = RecipeNode(self._unit, traits, site, times, draw, recorded)
         node.args, node.kwargs = args, kwargs
         # In place, there is one output, and the argument on its storage is the value before the write.
         self._take(node, places, taken, made[0][2] if traits.in_place else None, overwritten)
