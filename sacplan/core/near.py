@@ -9,11 +9,13 @@ _MOST = 3  # names in a message
 
 
 def near_names(name: str, known: Iterable[str], shown: Callable[[str], str] = str) -> list[str]:
-    """Return known names that are spelled like one, then those that have it in them or are in it; three at most.
+    """Return up to three known names like an unknown one: those of similar spelling, then those that contain it.
+
+    Names that the unknown one contains come with the latter.
 
     Args:
-        name: what is not known; stars and dots around it do not matter.
-        known: the names. The last part of a dotted one may be what is meant, too, if it is no number.
+        name: the unknown name; stars and dots around it do not matter.
+        known: the names. Of a dotted one, the last part is compared as well, unless it is a number.
         shown: how to write one of them.
     """
     names = [each for each in known if each]

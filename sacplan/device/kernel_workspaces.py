@@ -270,15 +270,17 @@ _WITHOUT_COPIES = {False: 4, True: 8}
 
 
 def _cudnn_convolution(a: Arguments, channels_last: bool) -> Sequence[int]:
-    """Return what cuDNN takes for a convolution of half types, as measured on an H100.
+    """Return the bytes of each workspace that cuDNN takes for a convolution of half types, as measured on an H100.
 
-    Tensor cores want channels-last, and channels in multiples of 8. So input, output and weight are copied that are
-    not. A product of single pixels needs no copies if their number suits; going backward, the gradient of its weight is
-    made in float32 for each image. Other types and convolutions of single channels take what is not known.
+    Tensor cores want channels-last tensors with a multiple of 8 channels, and cuDNN copies what has another layout:
+    input, output and weight. A 1x1 convolution of stride 1 needs no copies if its number of pixels is a multiple of
+    ``_WITHOUT_COPIES``; its backward pass makes the weight's gradient in float32 for each image instead. Workspaces of
+    other types and of depthwise convolutions are not known, and count as none.
     """
     x, weight, groups, backward = a["input"], a["weight"], a["groups"], "grad_output" in a
     batch, channels = x.shape[:2]
-    if x.element_size() != 2 or 1 < groups == channels:
+    is_depthwise = 1 < groups == channels
+    if x.element_size() != 2 or is_depthwise:
         return ()
     area, pixels = weight.shape[2:].numel(), x.shape[2:].numel()
     padded = channels if groups > 1 else _ceil_to(channels, 8)

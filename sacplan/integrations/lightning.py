@@ -230,6 +230,7 @@ class _FitLoss:
 
     def __call__(self, module: Any, batch: Any) -> torch.Tensor:
         module.train()
+        # With accumulation, the recorded micro-step finds the gradients of the ones before.
         if self.trainer.accumulate_grad_batches > 1:
             return self._loss(module, batch["batch"])
         trained = [p for p in module.parameters() if p.requires_grad]

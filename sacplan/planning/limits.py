@@ -102,10 +102,11 @@ def limit_of_device(budget: float | str | None, spec: DeviceSpec) -> Limit:
     """Return a limit that does not depend on a step: a budget, or the device.
 
     Raises:
-        BudgetError: The budget cannot be read, or is a share or more than the device has; or nothing is left of it.
+        BudgetError: The budget cannot be read, is a share, or exceeds the device's memory; or there is no budget, and
+            other things take all of that memory.
     """
     if budget is None:
-        OF_DEVICE.room(spec)  # refused before anything is recorded
+        OF_DEVICE.room(spec)  # for its error, which comes before anything is recorded
         return OF_DEVICE
     # Refused before it is parsed: ``parse_budget`` would take it as a share of the device's memory.
     refuse_share(budget)

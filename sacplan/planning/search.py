@@ -174,18 +174,19 @@ class PlanSearch:
             tried = self._add(effects, solution, solver.name)
             if tried is None:
                 break
-            # An exact solver has also minimised the one-time cost of wide units. That is an estimate, and recomputes
-            # nothing. So we also try the same picks less what the budget does not need, with that cost left out.
+            # An exact solver has also minimised the one-time cost of wide units, which is an estimate and recomputes
+            # nothing. So try its picks without those that the budget does not need, at costs that leave it out.
             if solution.bound is not None:
                 free = replace(limited, once_costs=())
                 leaner = replace(solution, picks=give_back(free, solution.picks), status="feasible")
                 self._add(effects, leaner, solver.name)
+            # The model was off by so much, and is asked for a budget that allows for it.
             off = tried.footprint.peak_bytes - problem.peak(solution.picks)
-            # Either the correction is the one just used, so asking again would change nothing; or the plan holds the
-            # budget, and the correction would not allow the solver any more than it had.
-            if off == budget_bytes - asked or tried.footprint.peak_bytes <= budget_bytes <= asked + off:
+            corrected, holds = budget_bytes - off, tried.footprint.peak_bytes <= budget_bytes
+            # Asking again changes nothing, or the plan holds the budget and the solver would get no more than it had.
+            if corrected == asked or (holds and corrected <= asked):
                 break
-            asked = budget_bytes - off
+            asked = corrected
 
     def _noted(self, solution: Solution, solver: Solver) -> Solution:
         # With more work it might find a cheaper plan, and the plan says so.

@@ -226,29 +226,30 @@ def compiled_so_far() -> int:
 
 
 def follow_generators(mode: type[Any]) -> None:
-    """Have a dispatch mode see the random ops that a compiled graph runs again with the state that it has saved.
+    """Make a dispatch mode see random ops of compiled graphs that run again with a generator's saved state.
 
-    Dispatch modes do not see what higher-order operators run. ``mode.generator_state()`` makes the saved state.
+    They are arguments of higher-order operators, and dispatch modes do not see what those run. Saved states are tensors
+    from ``mode.generator_state()``, which are counted and never read.
     """
     with torch_names():
         from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
-    def running(left: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        # ``left`` is the mode, switched off while its handler runs. Only the base class's ``__enter__``: the mode's own
-        # would enter its hooks a second time.
-        TorchDispatchMode.__enter__(left)
+    def running(paused: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        # The mode is off while its handler runs. Only the base class's ``__enter__``: the mode's own would enter its
+        # hooks a second time.
+        TorchDispatchMode.__enter__(paused)
         try:
             return op(*args, **kwargs)
         finally:
-            TorchDispatchMode.__exit__(left, None, None, None)
+            TorchDispatchMode.__exit__(paused, None, None, None)
 
-    def saving(left: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return left.generator_state(), running(left, op, *args, **kwargs)
+    def saving(paused: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return paused.generator_state(), running(paused, op, *args, **kwargs)
 
-    def restoring(left: Any, _: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        now = left.generator_state()  # the generator gets it back after the op
-        out = running(left, op, *args, **kwargs)
-        del now
+    def restoring(paused: Any, _: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        before = paused.generator_state()  # alive during the op, as the state that is put back after it
+        out = running(paused, op, *args, **kwargs)
+        del before
         return out
 
     run_and_save_rng_state.py_impl(mode)(saving)

@@ -56,9 +56,12 @@ class MixedPrecision(Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         """Return the value of torch's policy; None for a policy that changes nothing.
 
         Raises:
-            TraceError: it is no ``MixedPrecisionPolicy``, or names a type that no gradient can have.
+            TraceError: it is no ``MixedPrecisionPolicy``; or names a type that is no floating-point one, which
+                ``__post_init__`` refuses.
         """
-        if policy is None or isinstance(policy, cls):
+        if policy is None:
+            return None
+        if isinstance(policy, cls):
             return None if policy == cls() else policy
         from torch.distributed.fsdp import MixedPrecisionPolicy
 

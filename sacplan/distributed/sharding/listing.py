@@ -448,7 +448,10 @@ def _product(trace: Trace) -> tuple[int, int, int] | None:
 
 
 def _leaf_behind(trace: Trace, t: torch.Tensor) -> tuple[int | None, list[str]]:
-    """Return the leaf that a tensor is a view of, and the ops between."""
+    """Follow the first inputs of ops back from a tensor: to which leaf (its index; None: to none), and by which ops.
+
+    The caller checks that the ops are views.
+    """
     through = []
     made = {id(o): op for op in trace.ops for o in op.outputs}
     while id(t) in made:

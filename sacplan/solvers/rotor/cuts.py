@@ -72,7 +72,7 @@ def find_cuts(program: Program) -> ForwardCuts:
     crossing, which, blocked = lives.at_positions()
     starts, boundary = [0], list[int]()
     for p in range(1, len(forward)):
-        # Only between ops of the model, and right behind it: the loss is one stage.
+        # Only between ops of the model, or right after its last one: the loss is one stage.
         in_root = root.first_op <= forward[p - 1] and forward[p] <= root.end_op
         if in_root and crossing[p] == 1 and not blocked[p]:
             storage = lives.newest[which[p]]
@@ -86,12 +86,14 @@ def find_cuts(program: Program) -> ForwardCuts:
     ops = [tuple(forward[a:b]) for a, b in zip(starts, (*starts[1:], len(forward)), strict=True)]
     ops, boundary = _without_bare_cuts(program, ops, boundary, saved)
     stage_of = {op: i for i, stage in enumerate(ops) for op in stage}
+    # Made in one stage and read in a later one, without a parameter's part in them, such as a mask.
     shared = {
         s
         for op in forward
         for s in program.ops[op].reads
-        if lives.base[s] not in lives.learned
-        and stage_of.get(program.writer.get(s, -1), len(ops)) < stage_of[op]
+        if (maker := program.writer.get(s)) in stage_of
+        and stage_of[maker] < stage_of[op]
+        and lives.base[s] not in lives.learned
     }
     return ForwardCuts(tuple(ops), tuple(boundary), lives.base, frozenset(shared), saved)
 
@@ -117,8 +119,9 @@ def _without_bare_cuts(
     """Leave out cuts whose storage autograd does not save, where the next cut is as good.
 
     Rotor's "keeping all" keeps the boundary, too. Between a batch norm, or a linear layer, and a ReLU nobody needs it
-    for the backward pass, and to count it would double what such stages save. So the cut is left out if the next
-    boundary is no larger and little is saved up to there; in front of the loss, if little is saved before.
+    for the backward pass, and to count it would double what such stages save. So a cut is left out if the next boundary
+    is no larger than its storage, and the stage between the two saves less than that storage. If only the loss follows,
+    it is left out if the stage before it saves less.
     """
     size = program.storage_bytes
 
@@ -126,7 +129,7 @@ def _without_bare_cuts(
         made = (s for op in stage for s in program.ops[op].writes)
         return sum(size[s] for s in made if s in saved and s != boundary)
 
-    # From the back: stages[0] is the stage behind the cut at hand, kept[0] the boundary in which that one ends.
+    # Backwards. stages[0] is the stage after the cut, with all that was joined to it; kept[0] the boundary at its end.
     stages, kept = [ops[-1]], list[int]()
     for at in reversed(range(len(boundary))):
         storage = boundary[at]

@@ -285,10 +285,11 @@ class _Latest:
         self._of_scope: dict[int, int] = {}
         self._of_input: dict[int, int] = {}
         initial = frozenset(program.initial)
-        # ``fully_shard`` reads parameters of one stage while another runs.
+        # ``fully_shard`` reads parameters of one stage while another runs, so they do not tell the stage of an op.
         if program.gathering:
             kinds = program.storage_kinds
             initial = frozenset(s for s in initial if kinds[s] is not StorageKind.PARAMETER)
+        # In the order of ops: the last stage that uses a module, or an input, counts.
         for i, stage in sorted(stage_of.items()):
             op = program.ops[i]
             self._of_scope[op.scope] = stage

@@ -214,13 +214,15 @@ def backward_chunks(
     same = [chunk for chunk in known if chunk.span == "backward" and _alike(chunk.unit, unit)]
     if any(chunk.unit == unit for chunk in same):
         slices = 2 * same[0].slices
-        # No more than modules may have, and no slices without rows.
+        # Not more slices than a module may have, and none without rows.
         if slices > min(_MODULE_SLICES[-1], *(entry_size(program, chunk) for chunk in same)):
             return ()
         return tuple(msgspec.structs.replace(chunk, slices=slices) for chunk in same)
+    # It, or a module around it, runs in slices in another way.
     taken = any(unit == chunk.unit or is_inside(unit, chunk.unit) for chunk in known)
-    if len(program.calls[unit]) != 1 or taken or not pins.may_be_a_unit(program, unit):
-        return ()  # called several times, in slices as part of another module, or left alone
+    is_called_once = len(program.calls[unit]) == 1
+    if taken or not is_called_once or not pins.may_be_a_unit(program, unit):
+        return ()
     try:
         found = _first_axis(program, unit, "backward", device)
     except CannotChunk:

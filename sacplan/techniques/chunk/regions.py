@@ -319,7 +319,15 @@ class _Finder:
                     yield Candidate(shape, first, end + by, last, outside, base)
 
     def _exits(self, members: Sequence[int], end: int) -> list[tuple[int, int]] | None:
-        """Return what is needed after the loop, as (op, output); None if some of that cannot have a buffer."""
+        """Return what is read after the loop: the op that makes each, and which of its outputs.
+
+        Args:
+            members: the ops of the loop.
+            end: the event after which it has ended.
+
+        Returns:
+            None if the executor could not allocate a buffer for one of them.
+        """
         flow, program = self.flow, self.program
         inside = set(members)
         found = []
@@ -330,14 +338,16 @@ class _Finder:
             for s in op.writes:
                 if not flow.read_after(s, end):
                     continue
-                root = program.writer.get(flow.origin[s])
-                if root not in inside:
+                first = flow.origin[s]  # what it was before ops wrote it in place
+                maker = program.writer.get(first)
+                if maker not in inside:
                     return None  # the memory is there before the loop
-                output = [flow.storage[t] for t in flow.outputs[root]].index(flow.origin[s])
-                tensor = program.tensors[flow.outputs[root][output]]
+                made = flow.outputs[maker]
+                output = [flow.storage[t] for t in made].index(first)
+                tensor = program.tensors[made[output]]
                 if not is_dense(tensor.shape, tensor.stride) or tensor.offset:
                     return None  # the executor makes a buffer by shape and strides alone
-                found.append((root, output))
+                found.append((maker, output))
         return found
 
     def _inputs_stay(self, members: Sequence[int], end: int) -> bool:
