@@ -29,8 +29,8 @@ _ROUNDS = 8  # of asking for what a tolerance hid
 def solve_continuous(tree: UnitTree, budget_bytes: int, options: Milp) -> TreeSolution:
     """Return the cheapest plan under the budget, to the gap.
 
-    A solver's tolerance may hide some bytes over the budget. Then the program is solved again for as many bytes less,
-    with the same units. The bound is that of the first solve.
+    Within a solver's tolerance, a plan may exceed the budget by some bytes. Then solve again with the same units, and
+    the budget lowered by the excess. The bound is that of the first solve.
     """
     work = options.work_limit
     asked, bound_ms, allowed = budget_bytes, None, None
@@ -43,19 +43,20 @@ def solve_continuous(tree: UnitTree, budget_bytes: int, options: Milp) -> TreeSo
         if allowed is None and found.bound is not None:
             bound_ms = found.bound * program.ms_scale
         if not found.values:
-            return TreeSolution(None, allowed is None and found.status == "infeasible", bound_ms)
+            no_plan = allowed is None and found.status == "infeasible"
+            return TreeSolution(None, proved=no_plan, bound_ms=bound_ms)
         plan = program.read(found)
-        hidden = int(tree.used(plan).max()) - budget_bytes
-        if hidden <= 0:
+        excess = int(tree.used(plan).max()) - budget_bytes
+        if excess <= 0:
             break
-        # With the same units only the shares are left, so a few rounds suffice; a free choice could hide other
-        # bytes each time.
-        asked, allowed = asked - hidden, frozenset(plan)
+        # With the same units only the shares are left, so a few rounds suffice; other units could exceed it anew each
+        # time.
+        asked, allowed = asked - excess, frozenset(plan)
     else:
-        return TreeSolution(None, False, bound_ms)
+        return TreeSolution(None, proved=False, bound_ms=bound_ms)
     cost = cost_ms(plan)
-    close = bound_ms is not None and cost - bound_ms <= max(options.gap * cost, _SLACK * program.largest_ms)
-    return TreeSolution(plan, close, bound_ms)
+    proved = bound_ms is not None and cost - bound_ms <= max(options.gap * cost, _SLACK * program.largest_ms)
+    return TreeSolution(plan, proved, bound_ms)
 
 
 class _LinearProgram:

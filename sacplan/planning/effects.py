@@ -120,7 +120,8 @@ class _Events:
         self.at = {position: k for k, (position, _, _) in enumerate(events)}
         self.about: dict[int, list[int]] = defaultdict(list)
         storage_of = program.storage_of
-        # Events are indexed by the storage whose count of holders they change. Calls of modules hold nothing.
+        # An event is about the storages that it begins or ceases to hold: those that an op writes, or the one that any
+        # other event names. Entering or leaving a module is about none.
         for k, (_, code, arg) in enumerate(events):
             if code == _OP:
                 for s in program.ops[arg].writes:

@@ -134,8 +134,8 @@ def strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     tensor = local_part(tensor)
     if tensor.layout is torch.strided:
         return (tensor,)
-    # Detached: ``indices`` and ``values`` of a tensor with a history would be differentiable ops. Even in a fake step
-    # such a tensor is a real one, and the modes of the step would refuse it.
+    # Sparse tensors are real ones even in a fake step, and its modes would refuse them. Detached, since ``indices`` and
+    # ``values`` are differentiable ops.
     with modes_off():
         sparse = tensor.detach()
         if sparse.layout is torch.sparse_coo:

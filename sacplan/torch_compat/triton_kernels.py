@@ -40,7 +40,7 @@ TRITON_KERNEL_NAME = str(TRITON_KERNEL)
 def triton_kernels_seen() -> Iterator[None]:
     """Record each launch of a Triton kernel as an op; on fake tensors the kernel does not run."""
     with ExitStack() as stack:
-        # A model whose code launches kernels has imported Triton. An ``Autotuner`` would time its candidates.
+        # A model that launches kernels has imported Triton. An autotuner, too: it would time its candidates.
         for name, kind in (("jit", "JITFunction"), ("autotuner", "Autotuner")):
             if module := sys.modules.get(f"triton.runtime.{name}"):
                 owner = getattr(module, kind)

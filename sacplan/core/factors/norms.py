@@ -40,16 +40,19 @@ def _layer_norm_backward(call: RuleBuilder) -> Rule:
 
 @register("native_group_norm", "native_group_norm_backward")
 def _group_norm(call: RuleBuilder) -> Rule:
-    """Samples pass, and so do groups: a dimension of channels is groups times the channels of one."""
-    # Statistics are over the channels of one group and all pixels of one sample, so these are blocked.
+    """Samples and groups can be sliced. Of the channels, which are groups times channels of a group, only groups can.
+
+    Statistics are over the channels of one group and all pixels of one sample, so these are blocked.
+    """
     x = call["input"]
     batch, groups = call.factor(x.shape[0]), call.factor(call["group"])
     channels = groups + call.factor(x.shape[1] // call["group"], Kind.BLOCK)
     whole = (batch, channels, *call.blocked(x.shape[2:]))
 
     def dims_of(t: Any) -> Dims:
-        if len(t.shape) == 1:
+        if len(t.shape) == 1:  # weight or bias
             return (channels,)
+        # Statistics have two dimensions. So has an input without pixels.
         return (batch, groups) if len(t.shape) == 2 and tuple(t.shape) != tuple(x.shape) else whole
 
     statistics = {"mean", "rstd"}
@@ -59,6 +62,7 @@ def _group_norm(call: RuleBuilder) -> Rule:
     inputs = [(batch, groups) if name in statistics else dims_of(t) for name, t in call.named_inputs]
     if call.name == "native_group_norm":
         return call.rule(inputs, [whole, (batch, groups), (batch, groups)])
+    # The backward op sums the gradients of weight and bias over the samples.
     for output, o in enumerate(call.outputs):
         if len(o.shape) == 1:
             call.becomes(batch, Kind.SUM, output)

@@ -134,7 +134,7 @@ def _along(rule: Rule, call: Call, within: FactorAxis) -> AxisStrategy | None:
 
     inputs, outputs = [placement(dims) for dims in rule.inputs], [placement(dims) for dims in rule.outputs]
     kinds = [rule.kind(within.factor, i) for i in range(len(outputs))]
-    # The order matters: these have factors whose parts the rule alone could not put together (``BLOCK``).
+    # First, since these ops have ``BLOCK`` factors, which are refused below, and yet known ways to combine their parts.
     classes = _along_classes(call, within, rule) if Kind.BLOCK in kinds else None
     if classes is not None:
         of_classes, inside_bytes = classes
@@ -148,10 +148,10 @@ def _along(rule: Rule, call: Call, within: FactorAxis) -> AxisStrategy | None:
     for i, kind in enumerate(kinds):
         if kind is Kind.BLOCK:  # parts cannot be put together
             return None
-        # It carries the factor and is cut along it, or does not depend on it.
+        # This output is cut along the factor, or does not depend on it.
         if outputs[i].is_cut or kind is Kind.PASS:
             continue
-        # Such as indices: of integers there are no summands.
+        # Outputs of integers, such as indices, cannot be partial.
         if not (call.outputs[i].is_floating_point() or call.outputs[i].is_complex()):
             return None
         outputs[i] = _PARTIAL[kind]

@@ -77,7 +77,8 @@ class ChunkSpan:
             )
         axis = Axis(chunk.dim, 1, like.shape[chunk.dim], 1)
         first, end = scope.first_op, scope.end_op
-        # A chunk of the rest goes on behind the module, up to the loss.
+        # With span "rest", all after the module belongs to the chunk. Only ops of the forward pass are asked for, so it
+        # ends at the loss.
         forward = range(first, end if chunk.span != "rest" else len(program.ops))
         return ChunkSpan(program, chunk, call, tensor, axis, like.storage, first, end, forward)
 

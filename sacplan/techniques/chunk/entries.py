@@ -41,7 +41,7 @@ _PROBE = 16  # slices with which entries are compared
 _MOST_SLICES = 128  # of the rest of a step, which is offered in powers of two
 _MODULE_SLICES = (2, 4, 8, 16, 32, 64)  # of a module
 _FEWEST_SLICES = 4  # of a backward pass; twice as many as long as it stays at the peak
-_SAME = 1.02  # a longer chunk has to save this factor more than a shorter one to be worth its slices
+_CLEARLY = 1.02  # a longer chunk is worth its slices if its peak is lower by this factor
 
 
 _TrainingSpan: TypeAlias = Literal["module", "backward", "rest"]
@@ -89,13 +89,13 @@ def offer_of(step: PlanStep, chunks: Slices) -> Offer:
 
 @derived
 def loss_chunks(program: Program, device: DeviceSpec, after: int = -1) -> LossChunks:
-    """Return the entry from which on slices save most up to the loss; or why none of the last modules is one.
+    """Choose the module from which the step runs in slices up to the loss: the one that saves most memory.
+
+    If none of the last modules can begin such a chunk, return the reason for each. Cached for each program.
 
     Args:
         program, device: the step, and what it runs on.
-        after: entries begin after this op: what is compiled cannot run in slices.
-
-    Worked out once for a program.
+        after: the chunk begins after this op: what is compiled cannot run in slices.
     """
     best: tuple[int, Chunk] | None = None
     refused: dict[str, str] = {}
@@ -108,11 +108,10 @@ def loss_chunks(program: Program, device: DeviceSpec, after: int = -1) -> LossCh
                     break  # what begins before it reads the same and more
                 refused[unit] = str(error)
                 continue
-            most = _most_bytes(program, training_chunk(program, chunk, device))
-            # Entries are tried from the loss backwards, and a longer chunk has to save clearly more than a shorter
-            # one.
-            if best is None or most * _SAME < best[0]:
-                best = most, chunk
+            peak_bytes = _most_bytes(program, training_chunk(program, chunk, device))
+            # From the loss backwards, so each chunk is longer than the ones before.
+            if best is None or _CLEARLY * peak_bytes < best[0]:
+                best = peak_bytes, chunk
     if best is None:
         return LossChunks((), refused)
     powers = [2**i for i in range(1, _MOST_SLICES.bit_length())]

@@ -240,26 +240,27 @@ class RecipeNode:
         args, kwargs = self.args.copy(), self.kwargs.copy() if self.kwargs else self.kwargs
         for held in self.held:
             _put(args, kwargs, held.place, held.take(self))
-        made: torch.Tensor | None = None  # the output of an op that writes in place: the whole value
+        written: torch.Tensor | None = None  # what an op writes in place: the whole value of its slot
         taken: Slot | None = None
         for place, slot, view, requires_grad in self.slot_args:
             tensor = slot.take(view)
             if place == 0 and self.traits.in_place:
-                made = slot.value
-                assert made is not None
-                # This node is the only reader, and will not ask again, or can have the value made again.
+                written = slot.value
+                assert written is not None
+                # Into the value itself only if nobody else reads it, and this is the last run, or the slot's node can
+                # make it again for the next one.
                 if slot.readers == 1 and (self.times == 1 or slot.node.pending):
                     taken = slot
                 else:
-                    made = _copy(made)
-                    tensor = slot.view_on(made, view)
+                    written = _copy(written)
+                    tensor = slot.view_on(written, view)
             if tensor.requires_grad is not requires_grad:
                 tensor.requires_grad_(requires_grad)
             _put(args, kwargs, place, tensor)
         # Only now, since the op may read the slot in another argument as well.
         if taken is not None:
             taken.value = None
-        noted.again = self.recorded
+        noted.again = self.recorded  # the op of the recording that runs now
         # ``OutsideForward`` puts the caller's mode back.
         torch._C._set_grad_enabled(self.grad_mode)
         if self.settings is not None and self.settings != (now := kernel_settings()):
@@ -281,7 +282,7 @@ class RecipeNode:
                     f"torch.Generator of its own; or, to keep the op's output, {self.pin}."
                 )
         noted.again = -1
-        return (made,) if made is not None else tensors_of(out)
+        return (written,) if written is not None else tensors_of(out)
 
     def settle(self, tensors: Sequence[torch.Tensor]) -> None:
         """Give the slots that are still referenced their values, and release the arguments."""

@@ -74,7 +74,7 @@ class PlannedForward(RecordedStandIn):
         super().__init__(module, recorded, elsewhere, differences)
         self.tags = tags_of(recorded)
         self.tags.units.add(self)
-        self._first_in_training: bool | None = None  # whether the first call was: evaluation runs other ops
+        self._first_mode: bool | None = None  # whether the first call was in training; None before it
         self.first_step = FirstStep(check)
         # By whether the module is in training mode, in which it runs other ops.
         self._schedules: dict[bool, Schedule] = {}
@@ -99,20 +99,23 @@ class PlannedForward(RecordedStandIn):
                     "Run the model uncompiled, or plan with other techniques than offload.",
                 )
             return checkpointed_for_compile(self, args, kwargs)
-        # Without gradients autograd saves nothing, so there is nothing to discard.
-        if here.recorder is not None or not trains:
-            return self.call_original(*args, **kwargs)  # a unit inside a unit belongs to the outer one
-        if self._first_in_training is None:
+        # Without gradients autograd saves nothing, so there is nothing to discard. A unit inside a unit belongs to the
+        # outer one.
+        if not trains or here.recorder is not None:
+            return self.call_original(*args, **kwargs)
+        is_first = self._first_mode is None
+        if is_first:
             self.differences.note_compiled(self.fqn, compiled_inside(self.module))
         training = self.module.training
         recorder = UnitRecorder(self.recorded, self.names, self.first_step, self._schedules.get(training))
         with recorder:
             out = self.call_original(*args, **kwargs)
-        if recorder.difference is not None and self._first_in_training in (None, training):
+        if is_first:
+            self._first_mode = training
+        # Only calls in the mode of the first one: evaluation runs other ops.
+        if recorder.difference is not None and training == self._first_mode:
             # What the first call alone does, such as filling a cache, is worth no warning.
-            self.differences.note(recorder.difference, may_warn=self._first_in_training is not None)
-        if self._first_in_training is None:
-            self._first_in_training = training
+            self.differences.note(recorder.difference, may_warn=not is_first)
         if recorder.learned is not None:
             self._schedules[training] = recorder.learned
         return out

@@ -219,9 +219,9 @@ class UnitRecorder(Watching):
         return out
 
     def _tell(self, marks: Sequence[Mark], args: Any, kwargs: Any, out: Any) -> None:
-        """Tell those who wait for an op that it has run."""
+        """Tell the marks of an op that it has run."""
         assert self._saved is not None
-        # Counted as a recording counts them, which has only those with a storage of their own layout.
+        # Marks name a tensor by its position among those that a recording lists: plain ones, and parts of others.
         tensors = plain_tensors(args, kwargs, out)
         with OutsideForward():
             for mark in marks:
