@@ -81,7 +81,7 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
 
     @cached_property
     def inside_bytes(self) -> tuple[int, ...]:
-        """By op, what to add to the bytes of its arguments and outputs for those alive while it runs: its workspace.
+        """By op, the bytes alive while it runs beyond its arguments and outputs: its workspace.
 
         It may be negative. An op that writes in place is recorded as making a new version (``Op.replaces`` is the old
         one). Both count as alive, but are the same memory, so one is taken off.

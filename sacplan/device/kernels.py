@@ -116,11 +116,11 @@ def _where(is_active: Callable[[], object], kernel: FakeKernel) -> FakeKernel:
 
 
 def _register_layouts(stack: ExitStack) -> None:
-    # The kernels that are entered last are asked first.
+    # Entered last means asked first: the elementwise kernels, for sizes of 1, come before those of both tables.
     for is_active, table in (
         (active_device, kernels_for("all devices")),
         (_active_cpu, kernels_for("CPU")),
-        (active_device, elementwise_kernels()),  # asked first: where a size is 1
+        (active_device, elementwise_kernels()),
     ):
         stack.enter_context(fake_kernels({op: _where(is_active, kernel) for op, kernel in table.items()}))
 

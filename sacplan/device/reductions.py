@@ -72,19 +72,17 @@ def _iterated(x: torch.Tensor, dims: Collection[int]) -> list[_Dim]:
     found: list[_Dim] = []
     out_stride = 1
     for dim in reversed(range(x.dim())):
-        summed = dim in dims or not dims
+        summed = dim in dims or not dims  # no dims: all are summed
         if x.shape[dim] > 1:
             found.append((x.shape[dim], 0 if summed else out_stride, x.stride(dim)))
         out_stride *= 1 if summed else x.shape[dim]
     found.sort(key=lambda each: (each[1] != 0, each[1], each[2]))
-    joined: list[_Dim] = []
-    for size, out, into in found:
-        if (
-            joined
-            and bool(out) == bool(joined[-1][1])
-            and (out, into) == tuple(joined[-1][0] * s for s in joined[-1][1:])
-        ):
-            joined[-1] = (joined[-1][0] * size, *joined[-1][1:])
+    joined = found[:1]
+    for size, out, into in found[1:]:
+        last_size, last_out, last_into = joined[-1]
+        # The sizes are above 1, so this never joins one that is summed over with one that is not.
+        if (out, into) == (last_size * last_out, last_size * last_into):
+            joined[-1] = (last_size * size, last_out, last_into)
         else:
             joined.append((size, out, into))
     return joined

@@ -418,7 +418,7 @@ def _check_sharded(model: torch.nn.Module, plan: Plan) -> None:
         return
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    # It flattens the parameters of a unit into one, so neither names nor shapes are those that were planned for.
+    # FullyShardedDataParallel flattens a unit's parameters into one, so names and shapes are not those planned for.
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise PlanError(
             "the Trainer has wrapped this model in the older FullyShardedDataParallel, which a plan does not go with. "
@@ -428,7 +428,8 @@ def _check_sharded(model: torch.nn.Module, plan: Plan) -> None:
     # A process group without sharding is DDP, with which any plan for one device runs.
     if not sharded:
         return
-    if plan.fingerprint.local_shapes is not None:  # of this very rank
+    # The profile was recorded on a rank's own shards, so the planner has seen which modules gather parameters.
+    if plan.fingerprint.local_shapes is not None:
         return
     if plan.ranks.fsdp_units is None:
         raise PlanError(

@@ -124,13 +124,13 @@ class Basis:
     def _settled_at(self, peak: Footprint, plan: tuple[Decision, ...], *, again: bool) -> Basis:
         """Return this basis with what techniques settle about ``peak``.
 
-        It is returned as it is if that is nothing new, or does not go with the plan.
+        It is returned unchanged if that is nothing new, or conflicts with the plan.
 
         Args:
             peak: A moment of the plan.
             plan: What the plan decides beside what is settled.
-            again: Units that are settled already may be settled otherwise. Repeats with the new peak, for as long as it
-                is lower and in modules of the same kind.
+            again: Also replace what is already settled about a unit, and repeat with the new peak, as long as it is
+                lower and in a module of the same kind.
         """
         taken = (*self.settled, *plan, *(offer.furthest for offer in self.offers))
         left_alone = () if again else {one.unit for one in self.settled}
@@ -145,7 +145,7 @@ class Basis:
         units = {one.unit for one in found}
         settled = (*(one for one in self.settled if one.unit not in units), *found)
         recorded, together = self.recorded, (*settled, *plan)
-        # It may not go together with what the plan has beside it.
+        # Unchanged, or in conflict with the plan's own decisions.
         if settled == self.settled or why_not(recorded.program, together, recorded.device):
             return self
         # The ops of the settled step have other numbers, so offers are asked for anew, about the same peaks.

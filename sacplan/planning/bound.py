@@ -114,8 +114,8 @@ class _OpBound:
         # Walk from the held storages back to everything from which they could be made again.
         while stack:
             s = stack.pop()
-            # No op can run again for it: it is not made in the forward pass so far, is written in place, or is pinned.
-            # If it is held, it is left out of ``saved`` and so costs nothing; if it is only read, it has to be kept.
+            # Nothing can make s again: no forward op has written it so far, several have, or a pinned one has. So it
+            # is not in ``saved``, and costs its bytes only if an op that runs again reads it.
             if len(writers[s]) != 1 or writers[s][0] in pinned:
                 continue
             maker = makers[s] = writers[s][0]

@@ -439,6 +439,7 @@ def _waits_ms(plan: Plan, profile: Profile) -> float:
     stay = [one for technique, own in by_technique(plan.decisions) if not technique.takes_host for one in own]
     if len(stay) == len(plan.decisions):
         return 0.0
+    # A plan with partitions is for the compiled recording, any other is for the uncompiled step.
     program = (profile if plan.partitions else profile.uncompiled).program
     with_copies, without = (rewritten(program, d, profile.spec).step_ms for d in (plan.decisions, stay))
     return with_copies - without

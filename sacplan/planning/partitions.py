@@ -21,7 +21,7 @@ import torch
 from sacplan.device.cost import CostModel
 from sacplan.device.devices import DeviceSpec
 from sacplan.device.op_kernels import Call
-from sacplan.planning.saved_values import bytes_of, cheapest_saved, price_of, without_forbidden
+from sacplan.planning.saved_values import bytes_of, cheapest_saved, price_of, with_unrepeatable_saved
 from sacplan.torch_compat import partitioning
 from sacplan.torch_compat.partitioning import ForwardValue, LoweredGraphs, Prices
 
@@ -124,7 +124,7 @@ class JointGraph:
     def splits(self) -> tuple[Split, ...]:
         """The ways that are compared; PyTorch's own is the first."""
         # PyTorch draws random numbers anew: pytorch#190758.
-        others = [without_forbidden(self.values, names) for names in self._saved_by_pytorch(*_SETTINGS)]
+        others = [with_unrepeatable_saved(self.values, names) for names in self._saved_by_pytorch(*_SETTINGS)]
         others += (cheapest_saved(self.values, share * self.own.nbytes) for share in _SHARES)
         return self.own, *(Split(self, saved) for saved in dict.fromkeys(others) if saved != self.own.saved)
 

@@ -47,14 +47,14 @@ def price_of(values: Sequence[ForwardValue], names: Collection[str]) -> float:
     return sum(price for price in prices if price < math.inf)
 
 
-def without_forbidden(values: Sequence[ForwardValue], names: Collection[str]) -> frozenset[str]:
-    """Return these names, and those of the values that would otherwise run again though they must not."""
+def with_unrepeatable_saved(values: Sequence[ForwardValue], names: Collection[str]) -> frozenset[str]:
+    """Return ``names``, plus each value that would otherwise run again although it must not (infinite ``rerun_ms``)."""
     saved = set(names)
-    # ``needed`` looks into ``saved`` behind each yield, so what is added here is not followed to its inputs.
+    # ``needed`` is lazy: it checks ``saved`` after each yield, so it does not follow the inputs of what is added here.
     for value in needed(values, saved):
-        inputs = [values[i] for i in value.inputs]
         # An op with several results cannot be saved itself: if it must not run again, its results are saved.
-        if any(v.rerun_ms == math.inf for v in (value, *(v for v in inputs if not v.is_savable))):
+        runs_again = (value, *(values[i] for i in value.inputs if not values[i].is_savable))
+        if any(one.rerun_ms == math.inf for one in runs_again):
             saved.add(value.name)
     return frozenset(saved)
 

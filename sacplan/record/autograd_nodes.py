@@ -160,11 +160,11 @@ class AutogradNodes:
         self._ops: dict[int, int] = {}  # autograd's next sequence number to the first op run at it
         self._detached = set[int]()  # ops that make no node
 
-    def ran(self, func: Any, op: int) -> None:
+    def note_op(self, func: Any, op: int) -> None:
         """Note an op. The first one at a number made the node, or is the first inside of a custom function.
 
-        A ``detach`` makes no node, and an executor's hook that packs what the node saves may run some before that op:
-        the next op takes its place.
+        ``detach`` makes no node. An executor's pack hook may run detaches before the op that makes the node, so the
+        next op overwrites a detach's entry.
         """
         number = autograd_sequence_number()
         first = self._ops.get(number)

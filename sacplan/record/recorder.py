@@ -130,7 +130,7 @@ class Recorder(Watching):
         self._events: list[tuple[int, int]] = []
         self._ops: list[Op] = []
         self._formulas: dict[int, tuple[int, int]] = {}  # op to what its backward formula takes
-        self._seen: SeenOps | None = None
+        self._seen_ops: SeenOps | None = None
         self._paused = 0
         self._error: Exception | None = None
         self.storages = Storages(spec, self._events, self._phase)
@@ -200,18 +200,16 @@ class Recorder(Watching):
             self._watched.enter_context(self._streams)
         self.storages.is_recording = True
         self.storages.is_fake = active_fake_mode() is not None
-        self._seen = self._seen_ops()
+        self._seen_ops = self._make_seen_ops()
         inductor.watchers.append(self)
         super().__enter__()
         return self
 
-    def _seen_ops(self) -> SeenOps | None:
+    def _make_seen_ops(self) -> SeenOps | None:
         """None in a real step, and where another mode would not see the ops that are looked up."""
         mode, *others = dispatch_modes() or (None,)
-        between = () if self._rules is None else (self._rules,)
-        if isinstance(mode, FakeTensorMode) and tuple(others) == between:
-            return SeenOps(mode, self._rules)
-        return None
+        between = [] if self._rules is None else [self._rules]
+        return SeenOps(mode, self._rules) if isinstance(mode, FakeTensorMode) and others == between else None
 
     def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> None:
         super().__exit__(exc_type, exc_value, traceback)
@@ -224,7 +222,7 @@ class Recorder(Watching):
             self.training.mark_late_kinds()
         self.storages.is_recording = False
         self._numbers.stop()
-        self._seen = None
+        self._seen_ops = None
         noted.latest = noted.again = -1  # also after an op that failed
         error, self._error = self._error, None
         if error is not None and exc_type is None:
@@ -298,31 +296,33 @@ class Recorder(Watching):
             return NotImplemented
         if is_composite(func):
             return run_in_parts(self, func, args, kwargs)
-        # Autograd may have kept a Python number of the op before this one as a tensor; only now has its output a node.
+        # An op's output gets its ``grad_fn`` only after this mode has returned. So a number that autograd kept for the
+        # previous op can be tied to its node only now.
         if self._numbers.latest is not None:
             try:
                 self._numbers.follow_latest()
             except Exception as error:
                 self._fail(error)
         kwargs = kwargs or {}
-        seen = None if self._seen is None else self._seen.look_up(func, args, kwargs)
+        seen_ops = self._seen_ops
+        seen_op = None if seen_ops is None else seen_ops.look_up(func, args, kwargs)
         given: tuple[int, ...] = ()
-        if seen is None and not self._paused and op_traits(func).resizes:
+        if seen_op is None and not self._paused and op_traits(func).resizes:
             # Before the op runs, which may change the shapes of what it is given.
             taken = plain_tensors(args, kwargs)
             given = self.tensors.indices(taken, [self.storages.of(t) for t in taken], None)
+        known = None if seen_op is None else seen_op.outputs
         # The op's own errors come through here. Those of our bookkeeping, below, are kept for the exit: where autograd
         # called the op from C++, an exception may end the interpreter.
-        known = None if seen is None else seen.outputs
-        out = func(*args, **kwargs) if known is None or self._seen is None else self._seen.make(known, args)
+        out = func(*args, **kwargs) if seen_ops is None or known is None else seen_ops.make(known, args)
         call = Call(func, args, kwargs, out)
         try:
             if not self._paused:
-                self._record(call, given, seen, is_made=known is not None)
-            elif seen is not None:
-                # Not recorded, but ``seen`` remembers its figures: a step that only makes the optimizer's state runs
+                self._record(call, given, seen_op, is_made=known is not None)
+            elif seen_op is not None:
+                # Not recorded, but ``seen_op`` remembers its figures: a step that only makes the optimizer's state runs
                 # the same ops as the one that is recorded next.
-                self._figures(call, seen)
+                self._figures(call, seen_op)
         except Exception as error:
             self._fail(error)
         return out
@@ -343,19 +343,19 @@ class Recorder(Watching):
         elif phase is Phase.BACKWARD:
             self._nodes.follow()
 
-    def _figures(self, call: Call, seen: SeenOp | None) -> Figures:
+    def _figures(self, call: Call, seen_op: SeenOp | None) -> Figures:
         """Return what an op costs. One that is looked up remembers that, and how its outputs are made."""
-        if seen is not None and seen.figures is not None:
-            return seen.figures
+        if seen_op is not None and seen_op.figures is not None:
+            return seen_op.figures
         flops, time_ms = self._cost(call)
         inside = 0 if self._tensors_only else workspace_bytes(self._spec, call)
         figures = Figures(flops, time_ms, self._spec.round_up(inside), arguments_of(call.args, call.kwargs))
-        if seen is not None and self._seen is not None:
-            seen.figures = figures
-            self._seen.observe(seen, call)
+        if seen_op is not None and self._seen_ops is not None:
+            seen_op.figures = figures
+            self._seen_ops.observe(seen_op, call)
         return figures
 
-    def _record(self, call: Call, given: tuple[int, ...], seen: SeenOp | None, *, is_made: bool) -> None:
+    def _record(self, call: Call, given: tuple[int, ...], seen_op: SeenOp | None, *, is_made: bool) -> None:
         func, args, kwargs, out = call.func, call.args, call.kwargs, call.returned
         # The order matters: written storages and inputs are numbered before outputs are, so that an output on a storage
         # that is not known yet is one that the op made. ``n_storages`` is taken before all of them.
@@ -365,14 +365,14 @@ class Recorder(Watching):
         compiled = inductor.in_compiled_graph()
         written = plain_tensors(traits.written(args, kwargs)) if traits.written_names and not compiled else ()
         mutates = tuple(dict.fromkeys(map(self.storages.of, written)))
-        if seen is None:  # an op that can be looked up resizes nothing (``SeenOps``)
+        if seen_op is None:  # an op that can be looked up resizes nothing (``SeenOps``)
             for t in written:
                 self.storages.resized(t.untyped_storage())
         # An op that can be looked up takes plain tensors only (``SeenOps``).
-        taken = plain_tensors(args, kwargs) if seen is None else tensors_in((args, kwargs))
+        taken = plain_tensors(args, kwargs) if seen_op is None else tensors_in((args, kwargs))
         taken_on, lent = self.storages.taken(taken, lifts=func is _LIFTS)
         lent |= func is ZERO_TENSOR
-        if seen is None and self.storages.is_fake and func is not _LIFTS:
+        if seen_op is None and self.storages.is_fake and func is not _LIFTS:
             self.storages.know_copies(func, taken, taken_on, out)
         outputs = tensors_in(out)
         made = outputs if is_made else plain_tensors(outputs)
@@ -383,13 +383,13 @@ class Recorder(Watching):
         if not outputs and not mutates and not reads_number:
             return  # a metadata query
         index = noted.latest = len(self._ops)
-        figures = self._figures(call, seen)
+        figures = self._figures(call, seen_op)
         scope = self._scope(phase)
         running = self._nodes.running if phase is Phase.BACKWARD else None
         given_bytes = self._numbers.given_bytes(running, func, args)
         if not reads_number:  # autograd makes no node for it, and the op behind has the same sequence number
-            self._nodes.ran(func, index)
-        tensors = self.tensors.indices((*taken, *made), (*taken_on, *made_on), seen)
+            self._nodes.note_op(func, index)
+        tensors = self.tensors.indices((*taken, *made), (*taken_on, *made_on), seen_op)
         # In place, the tensor must be what another op made, so that it can be made again up to this version. Out of
         # place, all results must be new.
         if traits.in_place:

@@ -80,9 +80,9 @@ def module_rows(profile: Profile, plan: Plan | None = None) -> list[ModuleRow]:
     chunks = () if plan is None else plan.chunks
     # With the chunks, but without recomputation. What is compiled with a plan is another program with the plan in it.
     program = with_plan if profile.runs_compiled else profile.with_plan(chunks)
-    owners = _owners(program, with_plan)
+    by_module = _by_module(program, with_plan)
     written = {s: op.name for op in program.ops if op.phase != Phase.OPTIMIZER for s in op.mutates}
-    total = sum(own.recompute_ms for own in owners.values())
+    total = sum(own.recompute_ms for own in by_module.values())
     return [
         ModuleRow(
             module=module,
@@ -93,22 +93,23 @@ def module_rows(profile: Profile, plan: Plan | None = None) -> list[ModuleRow]:
             forward_ms=own.forward_ms,
             why=_why(program, own, written),
         )
-        for module, own in owners.items()
+        for module, own in by_module.items()
     ]
 
 
-def _owners(with_chunks: Program, with_plan: Program) -> dict[str, _Own]:
-    """Return by module what belongs to it.
+def _by_module(with_chunks: Program, with_plan: Program) -> dict[str, _Own]:
+    """Return the storages and times of each module.
 
     Args:
         with_chunks: the step with only the chunks of the plan.
-        with_plan: the same step with the whole plan. What that adds comes behind the ops and storages of the other.
+        with_plan: the step with the whole plan. It gives the ops and storages of ``with_chunks`` the same numbers, and
+            its own additions higher ones.
     """
-    owners = {scope.fqn: _Own() for scope in with_chunks.scopes}
+    by_module = {scope.fqn: _Own() for scope in with_chunks.scopes}
 
-    def owner(op: int) -> _Own:
+    def own_of(op: int) -> _Own:
         module = module_of(with_chunks, op)
-        return owners.setdefault(OUTSIDE if module is None else module, _Own())
+        return by_module.setdefault(OUTSIDE if module is None else module, _Own())
 
     # Not ``with_chunks.ops``: ops that run in slices are listed there, but do not run.
     runs = {i for code, i in with_chunks.events if code == Event.OP}
@@ -116,11 +117,11 @@ def _owners(with_chunks: Program, with_plan: Program) -> dict[str, _Own]:
         if op.phase != Phase.FORWARD:
             continue
         if i in runs:
-            owner(i).forward_ms += op.time_ms
+            own_of(i).forward_ms += op.time_ms
         else:
-            owner(i).in_slices = True
+            own_of(i).in_slices = True
     for i in with_plan.footprint.again:
-        owner(i).recompute_ms += with_chunks.ops[i].time_ms
+        own_of(i).recompute_ms += with_chunks.ops[i].time_ms
     # Packed without the plan: autograd asks for it. Packed with it: the plan holds it.
     asked, held = (
         {p.handle_storages[arg] for code, arg in p.events if code == Event.PACK}
@@ -130,13 +131,13 @@ def _owners(with_chunks: Program, with_plan: Program) -> dict[str, _Own]:
         maker = with_chunks.writer.get(s)
         if maker is None or with_chunks.ops[maker].phase != Phase.FORWARD:
             continue
-        own = owner(maker)
+        own = own_of(maker)
         if s in held:
             own.kept.append(s)
             own.kept_bytes += with_chunks.storage_bytes[s]
         else:
             own.discarded_bytes += with_chunks.storage_bytes[s]
-    return owners
+    return by_module
 
 
 def _why(program: Program, own: _Own, written: Mapping[int, str]) -> str:

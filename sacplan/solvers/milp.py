@@ -284,8 +284,9 @@ class Refinement:
         cut = []  # alternatives, of which at least one has to hold
         for block, own in zip(self._blocks, counts, strict=True):
             uses = self.problem.choices[block[0]].uses[:, row]
-            # By how many choices take one of these options now. Amounts ascend, so of sets with one count the largest
-            # stays: what is true of a smaller one is true of it.
+            # By how many choices now use at most ``amount``. Amounts ascend, so with equal counts the larger set of
+            # options overwrites the smaller. Nothing is lost: an answer that raises the count of the smaller set raises
+            # that of the larger.
             options_by_count: dict[int, frozenset[int]] = {}
             for amount in np.unique(uses):
                 options = np.flatnonzero(uses <= amount).tolist()

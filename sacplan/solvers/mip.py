@@ -267,7 +267,8 @@ def _run_highs(problem: pulp.LpProblem, presolve: str, options: _Options) -> _En
             threads=_THREADS,
             random_seed=options.seed,
             presolve=presolve,
-            mip_allow_restart=False,  # with these two our programs take longer, for the same gap
+            # Both are off: with them on, our programs take longer to reach the same gap.
+            mip_allow_restart=False,
             mip_heuristic_run_feasibility_jump=False,
         )
     )

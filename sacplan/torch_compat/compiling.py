@@ -74,7 +74,7 @@ def stop_compiling(error: type[Exception], message: str) -> None:
 
 @contextlib.contextmanager
 def compiled_in_place(model: Any) -> Iterator[Any]:
-    """Put each module that was given to ``torch.compile`` in the place of what that returned; undone afterwards.
+    """Replace each ``torch.compile`` wrapper in the model by the module that it wraps; undone on exit.
 
     It yields the model. Inside, modules have the names that they had before they were compiled, and a module is as
     after ``module.compile()``. What is no module stays as it is.

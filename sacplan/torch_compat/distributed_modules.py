@@ -142,8 +142,8 @@ class _Parts:
 def on_one_rank() -> Iterator[None]:
     """Inside, meshes and shards are made without the other ranks, and without an accelerator.
 
-    Each ``DeviceMesh`` is one of CPUs, as fake tensors are; fake modes do not see its ranks. ``fully_shard`` makes the
-    part of a parameter that it asks for, not those of all ranks; it pins none.
+    Each ``DeviceMesh`` is one of CPUs, as fake tensors are, and its tensor of ranks stays real. ``fully_shard`` makes
+    only the shards of a parameter that it uses, not those of all ranks, and does not pin them.
     """
     from torch.distributed.device_mesh import DeviceMesh
 

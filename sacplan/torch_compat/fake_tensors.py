@@ -53,9 +53,9 @@ _MAKE_SUBCLASS: Any = torch.Tensor._make_subclass
 
 @contextmanager
 def fake_parameters() -> Iterator[None]:
-    """Inside, a fake tensor that is made one of a subclass of Parameter, as by bitsandbytes, is a plain Parameter.
+    """Inside, making a fake tensor an instance of a Parameter subclass gives a plain Parameter instead, also fake.
 
-    It is fake all the same; the subclass is lost.
+    bitsandbytes makes its parameters so.
     """
 
     def made(kind: Any, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from sacplan.planning.saved_values import bytes_of, cheapest_saved, without_forbidden
+from sacplan.planning.saved_values import bytes_of, cheapest_saved, with_unrepeatable_saved
 from sacplan.torch_compat.partitioning import ForwardValue
 
 
@@ -73,6 +73,6 @@ def test_no_choice_within_the_limit_costs_less(seed: int) -> None:
 def test_what_must_not_run_again_is_saved(seed: int) -> None:
     values = some_values(seed)
     for names in itertools.combinations([value.name for value in values], 2):
-        found = without_forbidden(values, names)
+        found = with_unrepeatable_saved(values, names)
         assert found >= set(names)
         assert rerun_ms(values, found) < math.inf

@@ -81,10 +81,12 @@ def _rewrite(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
 def _check_plain(span: ChunkSpan) -> None:
     """Refuse a chunk in which a forward op ran on DTensors: only plain tensors are sliced."""
     program = span.program
-    # For the span "rest" this range goes on to the end of the program. Backward ops follow from forward ones.
-    for i in span.forward if program.on_dtensors else ():
+    if not program.on_dtensors:
+        return
+    for i in span.forward:
         op = program.ops[i]
         module = program.scopes[op.scope].fqn if op.scope >= 0 else ""
+        # For "rest", ``span.forward`` also holds backward ops. Checking their forward ops is enough.
         if op.phase is Phase.FORWARD and module in program.on_dtensors:
             where = f"module {module!r}" if module else "the loss function"
             raise CannotChunk(f"{where} runs ops on DTensors, and only plain tensors can be sliced")

@@ -138,15 +138,16 @@ class ChunkPatch:
         for s in (*tensors.storages, tensors.begins):
             for at in program.liveness.events_of[s]:
                 code, arg = program.events[at]
-                handle = arg if code in (_PACK, _RELEASE) else -1  # -1: not an event of autograd's
-                if code in (_UNPACK, _DROP):
-                    handle = program.instance_handles[arg]
-                if handle >= 0:
-                    # Handles on lazy tensors keep no storage; those that others have on the same storage stay.
-                    if handle in self.final.handles:
-                        self.events.setdefault(at, [])
-                # A result lives as in the program once its loop has made it, so later events of it stay.
-                elif code != _OP and s in tensors.storages and not (s in made_at and at > made_at[s]):
+                # Handles on lazy tensors keep no storage; those that others have on the same storage stay.
+                if code in (_PACK, _RELEASE):
+                    drops = arg in self.final.handles
+                elif code in (_UNPACK, _DROP):
+                    drops = program.instance_handles[arg] in self.final.handles
+                else:
+                    # A result lives as in the program once its loop has made it, so later events of it stay.
+                    made_before = s in made_at and at > made_at[s]
+                    drops = code != _OP and s in tensors.storages and not made_before
+                if drops:
                     self.events.setdefault(at, [])
 
     def _freed_early(self, made_at: Mapping[int, int]) -> list[int]:

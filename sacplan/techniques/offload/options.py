@@ -294,12 +294,14 @@ class Offloads:
 
         Args:
             unit: the module whose call the region is.
-            kept_bytes, members: what recomputation alone keeps and discards.
-            gone: the ops of ``members``.
+            kept_bytes: what recomputation without offloading keeps.
+            members: indices of the region's groups that recomputation discards.
+            gone: the ops in those groups.
             patch: that recomputation.
             chosen: the storages.
             latest: the last op at which computation may wait for a copy out.
-            early: copies back begin early enough to be hidden; else at the last anchor, and computation waits.
+            early: copies back begin early enough to be hidden; else at the last anchor, the last event before the need
+                at which a copy can begin, and computation waits.
         """
         program = self.program
         copies = {s: copy_ms(self.spec, program.storage_bytes[s]) for s in chosen}

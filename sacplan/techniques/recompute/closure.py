@@ -353,7 +353,7 @@ def _greedy(problem: ClosureProblem, left: TradeoffPoint, right: TradeoffPoint) 
     held = set(problem.saved).union(s for op in current for s in ops[op].reads)
     kept, spent = left.kept_bytes, left.recompute_ms
     order: list[int] = []
-    # Kept bytes and time if this op is discarded behind the first so many of ``order``.
+    # (kept bytes, time, step, op): what discarding ``op`` after the first ``step`` ops of ``order`` leads to.
     looked_at: list[tuple[int, float, int, int]] = []
     gains: dict[int, tuple[int, float]] = {}
     changed = targets  # whose gains have to be computed

@@ -153,9 +153,8 @@ class Regions:
     def _across_widest_units(self) -> set[int]:
         """Return the forward ops whose output is used outside of the widest unit that may hold them.
 
-        Autograd saves it there, or an op reads it there that may run again.
-
-        They are kept: no unit could record the op and also see the tensor being saved.
+        Used there means saved by autograd, or read by an op that may itself run again. Such ops are kept: no unit could
+        record the op and also see the tensor being saved.
         """
         program, pins = self.program, self.pins
         found: set[int] = set()

@@ -189,10 +189,13 @@ class UnitRecorder(Watching):
             noted.deferred(func, types, args)
             return NotImplemented  # the ops on the tensors that these stand for come here, too
         if self.paused:
-            self._lookup.forget_calls()  # what they keep would be beside a copy that is made now
+            # Frames of finished module calls keep their arguments alive. Drop them first, or they add to the memory of
+            # the copy that is made now.
+            self._lookup.forget_calls()
             return func(*args, **(kwargs or {}))
         if expected is not func and is_composite(func):  # a schedule has none
             return run_in_parts(self, func, args, kwargs)
+        # Passed on as it is, a Python number would make C++ allocate a second tensor for it.
         given = with_lent_number(args) if func in TAKES_A_NUMBER else args
         if expected is func and not (op is not None and op.differs and self._is_another(func, args, kwargs)):
             self._at += 1
