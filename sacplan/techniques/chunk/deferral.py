@@ -188,7 +188,7 @@ class DeferredRun:
         if (window := value.window) is not None:
             self.sampled.windows.add((window.start, window.start + window.axis.size))
         if value.combined is not None:
-            self.expected[index] = value.shape, None  # as lazy_gradients in the executor does
+            self.expected[index] = value.shape, None  # as ``watch`` in the executor has it
 
     def _note_nodes(self, index: int, values: list[DeferredTensor]) -> None:
         """Note the nodes of an op: all new ones that its outputs depend on, since the engine may rewrite the op."""

@@ -67,7 +67,7 @@ def offer_of(step: PlanStep, chunks: Slices) -> Offer:
     """Return the offer to run a chunk in one of several numbers of slices.
 
     Each number of slices is rehearsed when its option is asked for. A chunk of the loss ends with the forward pass, so
-    no other technique may make its module a unit.
+    neither its module nor one around it may be a unit.
     """
     program, device = step.program, step.device
     assert device is not None
