@@ -138,8 +138,7 @@ class StretchSearch:
             if found.peak_bytes <= budget:
                 return
             corrected = self._learn(picks, decisions)
-            # Nothing new to learn at this limit, and the peak is too high: the estimates leave something out
-            # altogether, so the limit goes down by as much.
+            # Nothing new to learn, and the peak is too high: the limit goes down by what the estimates leave out.
             if known or not corrected:
                 asked -= max(1, found.peak_bytes - budget)
 

@@ -553,7 +553,7 @@ def once(gradient: Any) -> Any:
 
 
 def _keep_gradients_real(others: Sequence[torch.Tensor], region: SlicedRegion) -> None:
-    """Have gradients computed for those tensors of an op that are not lazy: in the entry's loop, or one of their own."""
+    """Have gradients computed for tensors of an op that are not lazy: in the entry's loop, or loops of their own."""
     if not torch.is_grad_enabled():
         return
     targets = region.targets()
