@@ -82,10 +82,10 @@ class Dataflow:
     def __init__(self, program: Program, pinned: Collection[int] = ()) -> None:
         ops, tensors, writer = program.ops, program.tensors, program.writer
         # By op, whether it only returns what it was given, so that nothing flows through it.
-        idle = [bool(op.outputs) and set(op.outputs) <= set(op.inputs) and not op.mutates for op in ops]
+        noop = [bool(op.outputs) and set(op.outputs) <= set(op.inputs) and not op.mutates for op in ops]
         self.rules = [None if i in pinned else rule_of_op(program, op) for i, op in enumerate(ops)]
-        self.inputs = [() if is_idle else op.inputs for op, is_idle in zip(ops, idle, strict=True)]
-        self.outputs = [() if is_idle else op.outputs for op, is_idle in zip(ops, idle, strict=True)]
+        self.inputs = [() if is_noop else op.inputs for op, is_noop in zip(ops, noop, strict=True)]
+        self.outputs = [() if is_noop else op.outputs for op, is_noop in zip(ops, noop, strict=True)]
         self.producer = [-1] * len(tensors)
         self.consumers: list[list[int]] = [[] for _ in tensors]
         for i in range(len(ops)):

@@ -60,7 +60,7 @@ class DeferredTensors:
         return ChainMap(saved, self.lazy, self.inside if in_module else {})
 
     def add(self, tensor: int, storage: int, made: Lazy) -> None:
-        """Note the lazy tensor that a deferred op has made for a tensor of the program, on a storage of the program."""
+        """Note the lazy tensor that a deferred op has made for a tensor of the program, and its storage there."""
         (self.inside if storage == self.begins else self.lazy)[tensor] = made
         if storage not in self.given:
             self.storages.add(storage)
@@ -138,8 +138,7 @@ class DeferredRun:
         storage = self.program.tensors[tensor].storage
         self.tensors.given.add(storage)
         self.held[storage, index] = None
-        # The gradient of a sliced output is sliced alike. Each slice reads the whole gradient of a reduced output, such
-        # as a loss.
+        # The gradient of a sliced output is sliced alike. That of a reduced output, such as a loss, is read whole.
         window = self.expected[forward][1]
         self.tensors.lazy[tensor] = Lazy(DeferredTensor(self.region, made, window=window, data=made))
 
@@ -205,7 +204,7 @@ def _refuse(op: str, why: str) -> None:
 
 
 def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op that reads nothing lazy; not the reading of a number, which fails on fake tensors and nothing needs."""
+    """Run an op on real tensors, unless it reads a number: that would fail on fake ones, and nothing needs it."""
     return None if func is _READ_NUMBER else func(*args, **kwargs)
 
 

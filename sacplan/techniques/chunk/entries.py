@@ -142,7 +142,7 @@ def _last_modules(program: Program, after: int) -> Iterator[str]:
 def module_chunks(
     program: Program, scope: int, device: DeviceSpec, pins: Pins = NO_PINS
 ) -> tuple[Slices, ...]:
-    """Return chunks of the largest module around a call that can run in slices, and of all alike; () if none can.
+    """Return chunks of the largest module around a call that can run in slices, and of its like; () if none can.
 
     ``pins``: modules that must not be units are left out. Worked out once for a program.
     """
@@ -290,7 +290,7 @@ def _most_bytes(program: Program, rewrite: Rewrite) -> int:
     """Return the most that is alive from the entry until the loop is over, beyond what is alive at the entry."""
     events, liveness = rewrite.patch.events, program.with_(rewrite.patch).liveness
     first, last = min(events), max(int(program.liveness.op_events[i]) for i in rewrite.deferred)
-    # Positions in the rewritten program: the patch has other events, more or fewer, before the end of the loop.
+    # In the rewritten program, which has more or fewer events up to there.
     end = last + sum(len(new) - 1 for at, new in events.items() if at <= last)
     inside = (first <= liveness.op_events) & (liveness.op_events <= end)
     return int(liveness.at_op[inside].max() - liveness.before_event[first])

@@ -145,7 +145,7 @@ def _transferred(rewrite: Rewrite, kin: Kinship, scope: int) -> Rewrite | None:
         return kin.storages.get(s, s)
 
     def new(known: int, first: int) -> Callable[[int], int]:
-        """Return a map of a patch's own handles or instances, numbered after the step's. It may refer to no others."""
+        """Return a map of a patch's own handles or instances, numbered after the step's. It must refer to no others."""
 
         def own(index: int) -> int:
             if index < known:

@@ -35,8 +35,8 @@ class Window(NamedTuple):
     start: int = 0
 
     def clip(self, start: int, stop: int) -> tuple[int, int]:
-        """Return a slice [``start``, ``stop``) of the region in the tensor's own indices, cut off where that ends."""
-        # If the slice misses the tensor, it begins where it ends.
+        """Return a slice [``start``, ``stop``) of the region in the tensor's indices, cut off where the tensor ends."""
+        # A slice that misses the tensor is empty.
         size = self.axis.size
         return max(0, min(size, start - self.start)), max(0, min(size, stop - self.start))
 
@@ -189,7 +189,7 @@ def splits_of(rules: Iterable[Rule]) -> dict[int, dict[tuple[int, ...], None]]:
 
 
 def _parts_of(axis: Axis, sizes: Sequence[int]) -> Iterator[Axis]:
-    """Yield the parts of an axis, of these sizes, whose product is its own; those of size 1 are left out."""
+    """Yield the parts of an axis with these sizes, which multiply to its size; parts of size 1 are left out."""
     before, after = axis.outer, axis.size * axis.inner
     for size in sizes:
         after //= max(1, size)

@@ -6,8 +6,7 @@ for each tensor of the program that depends on what entered and is not reduced t
 - A forward op is deferred if it reads a lazy tensor.
 - A backward op is deferred if it reads one and belongs to the chunk: its forward op was deferred, or is one that the
   module runs on its parameters alone.
-- A backward op that reads a lazy tensor and does not belong to the chunk is where a result leaves: the loop must have
-  run by then.
+- Any other backward op that reads a lazy tensor is where a result leaves: the loop must have run by then.
 
 A gradient leaves as a whole only if it is that of what entered or of a parameter, since the executor has one autograd
 node, at the entry, which gets all of them at once. Everything that would differ from this in the executor is refused.

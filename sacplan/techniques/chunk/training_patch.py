@@ -219,13 +219,10 @@ class ChunkPatch:
         return [(_ALLOC, made), (_OP, op), (_FREE, made)]
 
     def _put_off(self) -> list[tuple[int, int]]:
-        """Move additions to a gradient that leaves the chunk to after the loop, which makes that gradient.
+        """Move additions to a gradient that leaves the chunk to after the loop that makes it; return their events.
 
         The program may run them earlier, when the gradient of another use was there. What they read and write is freed
         after them.
-
-        Returns:
-            The moved events, in their order.
         """
         program = self.program
         freed: set[int] = set()

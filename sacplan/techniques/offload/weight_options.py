@@ -4,8 +4,8 @@
 
 They are regions of their own, without ops, so that a solver chooses their options in addition to those about
 activations. An option leaves the largest parameters of a unit on the host, or all. They come back early enough to be
-there in time, or as late as possible, which takes the least memory. In the latter case computation waits for them, and
-that is the price. Copies that are not waited for share the link with those of activations.
+there in time, or as late as possible, which takes the least memory. Computation then waits for them, and that is the
+price. Copies that are not waited for share the link with those of activations.
 """
 
 from __future__ import annotations

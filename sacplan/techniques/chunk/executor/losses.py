@@ -42,8 +42,7 @@ def _nll(func: Any, args: Sequence[Any]) -> tuple[Any, Any]:
     loss, total = deferred(func, (scores, targets, weight, slice_reduction, ignored), {})
     if not (isinstance(loss, Lazy) and isinstance(scores, Lazy)) or isinstance(targets, Lazy):
         return (defer(aten.div.Tensor, (loss, total), {}) if reduction == _MEAN else loss), total
-    # Else a free node of its own makes the total weight: it depends on the targets alone, so it is there before the
-    # loop.
+    # Else a free node of its own makes the total weight before the loop, from the targets alone.
     held = [Held(t) for t in history_free_aliases([targets] if weight is None else [targets, weight])]
     node = DeferredOp(_total_weight, (reduction, ignored, scores.dtype, *held), {}, Stage.FREE)
     like = torch.empty((), dtype=scores.dtype, device="meta")

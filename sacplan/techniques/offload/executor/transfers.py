@@ -3,9 +3,8 @@
 Each GPU has two streams for this, one out and one back. What orders them against the streams that compute are events
 and nothing else:
 
-- A copy out begins when the stream that computes has made the value, and runs in parallel with all that is launched
-  later. Memory that the copy reads may go to others only when the copy is over, so whoever lets go of a tensor waits
-  for its transfer first.
+- A copy out begins when the stream that computes has made the value, and runs in parallel with later work. Memory that
+  the copy reads may go to others only when it is over, so whoever lets go of a tensor waits for its transfer first.
 - A copy back goes into memory that the computing stream has taken. Whoever used that memory before did so on that
   stream, and the copy waits for it; it also waits for its own way out. Whoever needs the value waits for the copy.
 
