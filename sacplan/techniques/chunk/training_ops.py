@@ -73,7 +73,7 @@ class ForwardWalk:
                 self.own.add(i)
                 self._own_storages.update(op.writes)
             elif span.is_module and in_module and is_computation(op.name):
-                # It may be an extra result of a kernel, such as a mask, that differs for lazy tensors.
+                # It may be an extra result of a kernel, such as a mask, that could differ for lazy tensors.
                 raise CannotChunk(f"{op.name} in {span.unit!r} computes something that is not sliced")
         if hands_on and self.entry_read_outside:
             # The gradients that are added up may then be one tensor, or views of one, and the recording does not tell

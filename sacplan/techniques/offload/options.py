@@ -402,7 +402,7 @@ class Offloads:
         return found, late
 
     def _known(self, at: int, sent: int) -> Anchor | None:
-        """Return the anchor ``at``; None if there is none, or its op runs before the tensor is sent: too early."""
+        """Return the anchor ``at``; None if there is none, or its op runs before ``sent`` and knows of no copy."""
         return self._anchors[at] if at >= 0 and self._anchors[at].op >= sent else None
 
     def _fetch_last(
@@ -465,7 +465,7 @@ def _along_hull(options: Sequence[Option], most: int) -> list[Option]:
 
 @derived
 def _heaviest(program: Program) -> dict[int, tuple[int, int]]:
-    """Return by forward op (bytes, op) of the backward op of it that touches most bytes, workspace included."""
+    """Return by forward op (bytes, op) of its backward op that touches most bytes, workspace included."""
     found: dict[int, tuple[int, int]] = {}
     for i, op in enumerate(program.ops):
         if op.phase == Phase.BACKWARD and op.forward_of >= 0:

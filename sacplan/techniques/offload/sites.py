@@ -64,7 +64,7 @@ def first_seen(program: Program, unit: str) -> Mapping[int, int]:
 def split_apart(program: Program) -> frozenset[int]:
     """Return the storages that are written in place and have been split into parts with versions of their own.
 
-    An example are the gates of recurrent layers: ``unsafe_chunk`` gives parts that autograd does not take for views.
+    Examples are the gates of recurrent layers: ``unsafe_chunk`` gives parts that autograd does not take for views.
     """
     split = (op for op in program.ops if op.name.startswith("aten.unsafe_split"))
     parts = {program.tensors[t].storage for op in split for t in op.outputs if t >= 0}

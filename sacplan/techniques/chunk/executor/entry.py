@@ -112,8 +112,7 @@ class _ChunkEntryFunction(torch.autograd.Function):
         asked = [gradient if ctx.needs_input_grad[2] else None, *ready]
         wanted = [g.value for g in asked if isinstance(g, Lazy)]
         region, given = ctx.entered_region, {g.value for g in (gradient, *ready) if isinstance(g, Lazy)}
-        # Code that looks at the loss afterwards (``pending``) would need another loop, and so would nodes outside of
-        # the region that wait for gradients.
+        # Code that looks at the loss later, and nodes outside of the region, would need loops of their own.
         alive = dict.fromkeys(x.value for x in region.take_gradients() if x.value.data is None)
         # If nobody asked for the input's gradient, nobody waits for a gradient that it is a view of, and keeps alive.
         unasked = {viewed_by(value) for value in given.difference(wanted)}

@@ -98,7 +98,7 @@ class ChunkedForward(StandIn):
         return tree_unflatten([next(made) if isinstance(x, Lazy) else x for x in results], spec)
 
     def _axis_of(self, tensor: torch.Tensor) -> Axis | None:
-        """Return the axis of the unit's input that is sliced; None if it has one element or (noted) there is none."""
+        """Return the axis of the unit's input that is sliced; None if it has one element, or (noted) is missing."""
         dim = self.decision.dim
         plain = is_plain(tensor) and not is_transforming()
         if plain and dim < tensor.dim() and tensor.shape[dim]:
