@@ -127,6 +127,7 @@ class StretchSearch:
     # --- the closed loop ---
 
     def _close_loop(self, budget: int) -> None:
+        """Measure cheapest paths and correct the estimates, until one is within the budget or there is no path."""
         asked = budget
         for _ in range(_ROUNDS):
             picks = self._cheapest(asked)

@@ -255,8 +255,7 @@ class _Journey:
             self.instances[arg] = self.draft.instance_handles.add(handle)
             arg = self.instances[arg]
         elif code == _RELEASE and arg in self.gone:
-            # This handle was released when the storage was let go of. The copy lives as long as any handle, including
-            # those taken since, which keep the storage itself.
+            # Released already, when it let go. The copy lives as long as any handle, also on the storage, taken since.
             del self.gone[arg]
             if not self.gone and not self.held:
                 self._end()

@@ -50,6 +50,7 @@ def homes_of(program: Program) -> Mapping[int, Home]:
 
 
 def _home(program: Program, storage: int) -> Home | None:
+    """Return where a parameter is used; None if it has to stay on the device."""
     liveness = program.liveness
     readers, handles, instances = _uses(program)[storage]
     forward = [op for op in readers if program.ops[op].phase == Phase.FORWARD]

@@ -170,8 +170,7 @@ class Stretch:
             lambda x: self._like[x] if isinstance(x, DeferredTensor) else x, (node_args, node_kwargs)
         )
         with modes_off(), self._fake:
-            # Fake tensors on the device give the strides that its kernels would, which the buffers need. No
-            # mode of the program sees this.
+            # Fake tensors have the strides that the device's kernels give: buffers need them. No mode sees this.
             fake_out = func(*fake_args, **fake_kwargs)
         rule = rule_of(func, fake_args, fake_kwargs, list(tensors_in(fake_out)))
         node = DeferredOp(func, node_args, node_kwargs, Stage.FREE, rule=rule)
