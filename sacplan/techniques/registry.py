@@ -21,8 +21,8 @@ from sacplan.techniques.chunk.technique import Chunking
 from sacplan.techniques.offload.technique import Offloading
 from sacplan.techniques.recompute.technique import Recomputation
 
-# Programs are rewritten in this order. Chunks come first: recomputation names call sites of what they leave. Offloading
-# comes last: recipes read what is away.
+# Programs are rewritten in this order. Chunks come first, since recomputation names call sites of the ops that they
+# leave. Offloading comes last, since a tensor has to be back when a recipe reads it.
 TECHNIQUES: dict[str, Technique] = {
     technique.name: technique for technique in (Chunking(), Recomputation(), Offloading())
 }
@@ -39,7 +39,7 @@ INFERENCE_TECHNIQUES = ("chunk",)
 
 
 def resolve_techniques(names: Iterable[str]) -> tuple[str, ...]:
-    """Check the names of techniques.
+    """Return the names of techniques as a tuple, once they are checked.
 
     Raises:
         PlanError: A name is unknown, or ``names`` is a string instead of a tuple.
@@ -55,10 +55,10 @@ def resolve_techniques(names: Iterable[str]) -> tuple[str, ...]:
 
 def why_uncompiled(decisions: Sequence[Decision]) -> str:
     """Say why a step with these decisions cannot be compiled as a whole, and what to do; empty if it can."""
-    said = [technique.uncompiled for technique, _ in by_technique(decisions)]
+    reasons = [technique.uncompiled for technique, _ in by_technique(decisions)]
     if any(getattr(decision, "times", 1) > 1 for decision in decisions):
-        said.append('torch.compile recomputes a value only once: plan with solver="milp".')
-    return " ".join(filter(None, said))
+        reasons.append('torch.compile recomputes a value only once: plan with solver="milp".')
+    return " ".join(filter(None, reasons))
 
 
 def longest_run(step: PlanStep) -> int:
@@ -81,7 +81,7 @@ def regions(step: PlanStep, size: int, names: Sequence[str]) -> list[Region]:
                 # Regions of one kind have the same options, so the kind has to tell these options apart as well.
                 kind = own.kind, tuple((o.key, o.cost, o.kept_bytes) for o in more)
                 own = own.extended(more, kind)
-            # Regions without ops are those of one technique, which may not be asked for.
+            # A region without ops has options of its own technique only, and is left out if those are not asked for.
             if own.members or len(own.options) > 1:
                 found.append(own)
     return found
@@ -90,9 +90,9 @@ def regions(step: PlanStep, size: int, names: Sequence[str]) -> list[Region]:
 def decisions_of(
     program: Program, taken: Sequence[tuple[Region, Option]], device: DeviceSpec | None = None
 ) -> tuple[Decision, ...]:
-    """Return the options that regions take as decisions.
+    """Return the decisions for the chosen options of regions.
 
-    The techniques go in their listed order. Each names call sites of the program that those before it have rewritten.
+    The techniques go in their listed order. Each names call sites of the program as those before it have rewritten it.
     """
     found: list[Decision] = []
     # Recomputation and copies run under one recorder in each unit, so their units are chosen together, and do not nest.
@@ -115,7 +115,7 @@ def by_technique(decisions: Sequence[Decision]) -> Iterator[tuple[Technique, lis
 def installed_on(
     decisions: Sequence[Decision], recorded: Mapping[str, Sequence[OpSequence]], model: torch.nn.Module
 ) -> InstalledParts:
-    """Install decisions on a model that is known to be the recorded one."""
+    """Install decisions on a model that is known to be the recorded one, so that no step is compared with it."""
     parts = (
         part
         for technique, own in by_technique(decisions)
@@ -136,7 +136,7 @@ class InstalledParts:
             part.forget_differences()
 
     def remove(self) -> None:
-        """Take it off again."""
+        """Take the techniques off the model, the last one first."""
         for part in reversed(self.parts):
             part.remove()
 
@@ -180,5 +180,5 @@ def _rewritten_by(
 def _rewritings(
     program: Program, technique: str, device: DeviceSpec | None
 ) -> dict[tuple[Decision, ...], Program]:
-    """Return the latest programs that a technique made from this one: a dict that ``_rewritten_by`` fills."""
+    """Return by decisions the programs that a technique last made from this one; ``_rewritten_by`` fills the dict."""
     return {}

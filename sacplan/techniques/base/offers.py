@@ -1,4 +1,4 @@
-"""Offers: regions of a technique whose ops the others leave alone."""
+"""Offers: choices of one technique about ops that the others leave alone."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Offer:
     What an option costs and frees may take a rehearsal. So options are worked out when they are asked for.
 
     Attributes:
-        unit: the module that it is about.
+        unit: the module that the choice is about.
         decisions: what may be chosen, by rising cost; the last one has the lowest peak.
-        option_of: works out the option of one of these, with its cost and patch.
-        ops: those that it is about. If a user's pattern names one of them, the offer is dropped.
-        kept: ops that no other technique may discard while it stands.
+        option_of: works out the option of one of the decisions, with its cost and patch.
+        ops: those that the choice is about. If a user's pattern names one of them, the offer is dropped.
+        kept: ops that no other technique may discard while the offer stands.
         alone: modules that no other technique may make a unit.
     """
 
@@ -54,7 +54,7 @@ class Offer:
 
     @cached_property
     def region(self) -> Region:
-        """The choice. Its first option leaves everything as it is; the others are those that are offered."""
+        """The offer as a region. Its first option leaves everything as it is; the others are the offered ones."""
         options = tuple(self.options())
         technique = options[0].technique
         # Without the name of the unit, so that the offers of layers that are alike are of one kind.
@@ -72,8 +72,8 @@ class Offer:
         )
 
     def goes_with(self, other: Offer) -> bool:
-        """Whether both may stand, whatever is chosen of each: neither begins where the other ends."""
-        # A patch has one entry for a position, so two that change the same one cannot be applied together.
+        """Whether both offers may stand, whatever is chosen of each: their patches change no common position."""
+        # A patch has one entry for a position, so two patches that change the same position exclude each other.
         return self._touched.isdisjoint(other._touched)
 
     @cached_property

@@ -13,11 +13,11 @@ from sacplan.core.program import Patch, Program
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The reach of an option beyond the ops of its region and what they make.
+    """What an option touches apart from the ops of its region and their results.
 
     Attributes:
-        positions: events of the program in whose place its patch puts others.
-        storages: made elsewhere or not, storages whose lives it changes; nobody outside of the region holds them.
+        positions: events of the program that its patch replaces.
+        storages: storages whose lifetimes it changes, wherever they are made; nobody outside of the region holds them.
     """
 
     positions: tuple[int, ...] = ()
@@ -25,12 +25,12 @@ class Reach:
 
 
 class Copies(NamedTuple):
-    """Copies that share a link with those of other options, on the clock of the recorded step, in ms.
+    """An option's copies over a link that it shares with other options; times in ms, on the clock of the recorded step.
 
     Attributes:
-        link: which one.
-        begin_ms, end_ms: when they may begin, and when they have to be over.
-        link_ms: how long they take the link. Copies that computation waits for in any case are left out.
+        link: the name of the link.
+        begin_ms, end_ms: when the copies may begin, and when they have to be over.
+        link_ms: how long they occupy the link. Copies that computation waits for in any case are left out.
     """
 
     link: str
@@ -46,15 +46,15 @@ class Option:
     Attributes:
         cost: in the unit of the objective (ms for time).
         kept_bytes: bytes that are held from forward to backward on the region's account.
-        members: indices into ``Region.members``; none: everything stays as it is.
+        members: indices into ``Region.members``; (): everything stays as it is.
         technique: the name of the technique.
-        decision, patch: what it becomes in a plan and in a program; None if the technique works them out later.
+        decision, patch: the option in a plan and in a program; None if the technique works them out later.
         also: other techniques that have decisions in it. Its patch, from ``technique``, does what all of them do.
-        units: the modules that have to be units for it; none: the region's.
-        remembered: what the technique needs to know of it.
+        units: the modules that have to be units for it; (): the region's.
+        remembered: what the technique needs to know of the option when it is chosen.
         signature: equal for options that do the same in regions that look alike, where ``members`` do not tell.
-        reach: what it touches beside the region.
-        host_bytes: the most that it has in the memory of the host.
+        reach: what it touches apart from the region.
+        host_bytes: the most host memory that it takes at once.
         copies: what it sends over links.
     """
 
@@ -75,7 +75,7 @@ class Option:
     @property
     def techniques(self) -> tuple[str, ...]:
         """The techniques that have decisions in it."""
-        # The one whose patch it is comes first.
+        # The technique that the patch is from comes first.
         return (self.technique, *self.also)
 
     @property
@@ -96,7 +96,7 @@ class Region:
         kind: equal for regions with the same options.
         options: by rising cost; the first keeps everything.
         units: by option, the modules that have to be units for it.
-        wide: by option, whether one of these is around more than this region's modules.
+        wide: by option, whether one of its units is around more than this region's modules.
     """
 
     unit: str
@@ -114,19 +114,19 @@ class Region:
         """Return the region with some of its options."""
         return replace(
             self,
-            # All that is given by option is cut down alike; a further field of this kind has to be, too.
+            # Every field with an entry for each option is cut down; a new field of this kind has to be, too.
             options=tuple(self.options[o] for o in options),
             units=tuple(self.units[o] for o in options),
             wide=tuple(self.wide[o] for o in options),
         )
 
     def extended(self, options: Sequence[Option], kind: Hashable) -> Region:
-        """Return the region with further options, for which its module has to be a unit unless they say otherwise."""
+        """Return the region with further options. Its module has to be a unit for those that name no units."""
         n = len(options)
         return replace(
             self,
             kind=kind,
-            # New options come behind the others, so these keep their places, and the first one still keeps everything.
+            # New options come after the old ones, which keep their indices: the first one still keeps everything.
             options=self.options + tuple(options),
             units=self.units + tuple(option.units or (self.unit,) for option in options),
             wide=self.wide + (False,) * n,
@@ -134,8 +134,8 @@ class Region:
 
 
 def units_of(taken: Sequence[tuple[Region, Option]]) -> tuple[str, ...]:
-    """Return the modules that have to be units for options of regions. An offer brings its decision, and needs none."""
-    # Each once, and not as a set: the order decides that of the decisions, which must be the same in every process.
+    """Return the modules that have to be units for options of regions; none for options that bring their decision."""
+    # A dict and not a set: the order of units decides that of the decisions, which must be the same in every process.
     return tuple(
         dict.fromkeys(
             unit
@@ -147,7 +147,7 @@ def units_of(taken: Sequence[tuple[Region, Option]]) -> tuple[str, ...]:
 
 
 def outermost(program: Program, units: Collection[str]) -> tuple[str, ...]:
-    """Return the units that are in no call of another one."""
+    """Return the units whose calls lie in no call of another unit."""
     # By calls and not by names, since a module may be called inside of one that does not contain it.
     scopes = {scope for unit in units for scope in program.calls[unit]}
     return tuple(
@@ -167,7 +167,7 @@ def connected(items: Iterable[int], pairs: Iterable[tuple[int, int]]) -> list[li
 
     def find(item: int) -> int:
         while leader[item] != item:
-            # Path halving: every other item on the way is hung up one level higher.
+            # Path halving: every second item on the way to its leader is linked one level higher.
             leader[item] = item = leader[leader[item]]
         return item
 

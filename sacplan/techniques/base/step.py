@@ -18,7 +18,7 @@ from sacplan.errors import PlanError
 Objective = Literal["time", "flops"]
 """The quantity that recomputation adds and a plan minimises: predicted time, or floating-point operations."""
 
-_TIE = 1e-3  # share of the time in the cost of an op where FLOPs are minimised: most ops have none
+_TIE = 1e-3  # share of the time in the cost of an op where FLOPs are minimised: most ops have no FLOPs
 
 
 # Compared by identity, since a program is too large to be compared field by field. Without slots, since cached
@@ -33,7 +33,7 @@ class PlanStep:
         pins: ops and modules that a plan must leave alone.
         device: what the step runs on; None where no technique asks for it.
         gradients: whether the step has a backward pass; False for inference.
-        host_budget_bytes: memory of the host that is left for a plan; None: all that the device's row says.
+        host_budget_bytes: memory of the host that is left for a plan; None: the device's ``host_memory_bytes``.
 
     Raises:
         PlanError: an unknown objective.
@@ -54,7 +54,7 @@ class PlanStep:
     @property
     def key(self) -> tuple[Hashable, ...]:
         """A key that is equal for steps of one program with the same requirements."""
-        # The program is not in it: what is kept by this key lies with the program.
+        # Without the program: what is cached by this key is stored with the program.
         return (
             self.objective,
             self.device,
@@ -66,14 +66,14 @@ class PlanStep:
     @property
     def host_bytes(self) -> int:
         """The memory of the host that a plan may take. Without a device there is none."""
-        # 0 is a budget as well: no memory of the host at all.
+        # A budget of 0 is not None: it allows no memory of the host at all.
         if self.host_budget_bytes is not None:
             return self.host_budget_bytes
         return 0 if self.device is None else self.device.host_memory_bytes
 
     @cached_property
     def outside(self) -> PlanStep:
-        """The step for a technique that works only outside of what is compiled."""
+        """The step for a technique that must leave alone what is compiled."""
         pins = self.pins.outside
         return self if pins is self.pins else replace(self, pins=pins)
 
@@ -95,10 +95,9 @@ def op_costs(program: Program, objective: Objective) -> tuple[float, ...]:
         return times
     forward = [op for op in program.ops if op.phase == Phase.FORWARD]
     flops = sum(op.flops for op in forward)
-    # In a forward pass without FLOPs only the share of the time is left to decide.
+    # In a forward pass without FLOPs the rate is 0, so that only the share of the time decides.
     rate = math.fsum(op.time_ms for op in forward) / flops if flops else 0.0
-    # The share of the time decides between ops of equal FLOPs. Without it, all ops that have none would be
-    # free.
+    # The share of the time decides between ops of equal FLOPs. Without it, all ops without FLOPs would be free.
     return tuple(op.flops * rate + _TIE * ms for op, ms in zip(program.ops, times, strict=True))
 
 

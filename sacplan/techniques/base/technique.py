@@ -32,7 +32,7 @@ class ToInstall:
         model: the model.
         decisions: those of the technique.
         recorded: by unit, the ops of its calls in the recorded step.
-        check: compare in the first step what can be compared.
+        check: whether the first step is compared with the recorded one, as far as it can be.
     """
 
     model: torch.nn.Module
@@ -42,7 +42,7 @@ class ToInstall:
 
 
 class Installed(Protocol):
-    """The decisions of one technique, in force on a model. What derives from it may leave out what it has not."""
+    """The decisions of one technique, in force on a model. A subclass may leave out what does not apply to it."""
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -108,8 +108,8 @@ class Technique(ABC):
 
     # The careful default: plans do not use a technique on their own unless it says that it keeps every bit.
     keeps_bits: ClassVar[bool] = False
-    """Whether gradients with it equal those without it bit by bit. Then plans use it by default, unless it takes what
-    nobody has granted."""
+    """Whether gradients with it equal those without it bit by bit. Plans then use it by default, unless it
+    ``takes_host``."""
 
     takes_host: ClassVar[bool] = False
     """Whether it takes memory of the host. A plan does so only if it is asked to."""
@@ -176,8 +176,8 @@ class Technique(ABC):
     def settled(self, step: PlanStep, peak: Footprint, decisions: Sequence[Decision]) -> Sequence[Decision]:
         """Return decisions that lower a peak, the same for all modules that are alike; () if there are none.
 
-        They are no choices of a solver. A step with them is planned for as if it had been recorded, so that other
-        techniques may use all that is left of the modules. One search decides once for all layers.
+        No solver chooses among them. The step with these decisions is planned for as if it had been recorded so, and
+        other techniques may use all that is left of the modules. One search decides once for all layers.
 
         Args:
             step: the step as it was recorded.
@@ -212,8 +212,8 @@ class Technique(ABC):
         Args:
             program: the step, with the decisions of the techniques before this one.
             taken: the options with decisions of this technique.
-            units: modules that are units for options of techniques that share them; None: for those of ``taken``. One
-                inside another belongs to the outer one.
+            units: the units of the options of all techniques that share units; None: those of ``taken``. A unit inside
+                another one belongs to the outer one.
         """
         # A technique whose options come without a decision overrides this.
         return tuple(option.decision for _, option in taken if option.decision is not None)
@@ -228,7 +228,7 @@ class Technique(ABC):
             device: what the step runs on. None where it is not known; a technique may then refuse.
 
         Raises:
-            PlanError: there is none: a decision cannot be carried out on this step, or not together with another one.
+            PlanError: a decision cannot be carried out on this step, or not together with another one.
         """
 
     @abstractmethod

@@ -48,7 +48,7 @@ class ChunkSpan:
         scope: the call of its module.
         tensor: the activation that enters, a tensor of the program; ``begins`` is its storage.
         axis: the axis of that tensor that is sliced.
-        first_op, end_op: the ops of the module's call.
+        first_op, end_op: the first op of the module's call, and the one after its last.
         forward: ops whose backward belongs to the chunk if they are deferred: those of the module, or all from it on.
     """
 
@@ -77,8 +77,8 @@ class ChunkSpan:
             )
         axis = Axis(chunk.dim, 1, like.shape[chunk.dim], 1)
         first, end = scope.first_op, scope.end_op
-        # With span "rest", all after the module belongs to the chunk. Only ops of the forward pass are asked for, so it
-        # ends at the loss.
+        # With span "rest", all after the module belongs to the chunk. Users of ``forward`` skip what is no forward op,
+        # so the chunk ends at the loss.
         forward = range(first, end if chunk.span != "rest" else len(program.ops))
         return ChunkSpan(program, chunk, call, tensor, axis, like.storage, first, end, forward)
 
@@ -89,7 +89,7 @@ class ChunkSpan:
 
     @property
     def is_module(self) -> bool:
-        """Whether it ends with the module's outputs, not with the loss."""
+        """Whether the chunk ends with the module's outputs, not with the loss."""
         return self.chunk.span != "rest"
 
     @property

@@ -5,7 +5,7 @@ step does:
 
 - it writes to a storage in place, and no new version of that storage is known; or returns two tensors on one storage;
 - it overwrites memory of which there are views, which would show the new values;
-- it reads through a view what was written since, so that the recording does not say which version it reads.
+- it reads through a view what was written after the view was taken, so that the recording does not say which version.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ class Dataflow:
         consumers: by tensor, the ops that read it.
         computes: by op, whether it is no view.
         first_use: by op, the first one that computes something from what it gives: itself, unless it is a view.
-        storage: by tensor.
+        storage: by tensor, its storage.
         origin: by storage, the one whose memory it is a version of.
         last_op: by storage, the last op at which it is alive; ``n_ops`` if it outlives the step.
     """
 
     def __init__(self, program: Program, pinned: Collection[int] = ()) -> None:
         ops, tensors, writer = program.ops, program.tensors, program.writer
-        # It returns the tensor that it was given, so nothing flows through it.
-        same = [bool(op.outputs) and set(op.outputs) <= set(op.inputs) and not op.mutates for op in ops]
+        # By op, whether it only returns what it was given, so that nothing flows through it.
+        noop = [bool(op.outputs) and set(op.outputs) <= set(op.inputs) and not op.mutates for op in ops]
         self.rules = [None if i in pinned else rule_of_op(program, op) for i, op in enumerate(ops)]
-        self.inputs = [() if none else op.inputs for op, none in zip(ops, same, strict=True)]
-        self.outputs = [() if none else op.outputs for op, none in zip(ops, same, strict=True)]
+        self.inputs = [() if is_noop else op.inputs for op, is_noop in zip(ops, noop, strict=True)]
+        self.outputs = [() if is_noop else op.outputs for op, is_noop in zip(ops, noop, strict=True)]
         self.producer = [-1] * len(tensors)
         self.consumers: list[list[int]] = [[] for _ in tensors]
         for i in range(len(ops)):
@@ -105,13 +105,13 @@ class Dataflow:
             outputs = self.outputs[i]
             if op.replaces >= 0:
                 self.origin[op.writes[0]] = self.origin[op.replaces]
-            # It reads through a view what was written since.
+            # It reads through a view what was written after the view was taken.
             late = any(
                 not 0 <= self.producer[t] < i and writer.get(self.storage[t], i) < i for t in self.inputs[i]
             )
-            # No version says what it wrote, or two results share memory: slices of them would not. Or a slice of the
-            # loop would write its own memory, and views of the old one would not see it.
-            shared = len({self.storage[t] for t in outputs}) < len(outputs) * self.computes[i]
+            # ``mutates``: no version says what it wrote. ``shared``: slices of two results would not share memory.
+            # ``viewed``: a slice of the loop would write its own memory, and views of the old memory would not see it.
+            shared = self.computes[i] and len({self.storage[t] for t in outputs}) < len(outputs)
             if late or op.mutates or shared or op.replaces in viewed:
                 self.rules[i] = None
             if not self.computes[i]:

@@ -35,8 +35,8 @@ class DeferredTensors:
     """The tensors and storages of the program that are not as in the plain step.
 
     Attributes:
-        lazy: tensors that are not computed where they were.
-        inside: views of what enters: lazy for ops of the module only.
+        lazy: by tensor that is not computed where it was, the lazy one that stands for it.
+        inside: the same for views of what enters, which are lazy for ops of the module only.
         saved: by deferred forward op, the lazy tensors that it read and made. Its backward ops read these.
         storages: storages of lazy tensors that never come into being as a whole, unless they leave the chunk.
         given: storages of lazy tensors that are there, and are read in slices: what enters, and incoming gradients.
@@ -53,14 +53,14 @@ class DeferredTensors:
     def known(self, op: Op, in_module: bool) -> Mapping[int, Lazy]:
         """Return the lazy tensors that an op may read.
 
-        A backward op looks first at those that its forward op had. Two views of one layout are the same tensor of the
-        program, but two lazy ones, and autograd saved one of them.
+        A backward op looks first at those that its forward op read or made. Two views of one layout are one tensor of
+        the program, but two lazy tensors, and autograd saved one of the two.
         """
         saved = self.saved.get(op.forward_of, {}) if op.phase is Phase.BACKWARD else {}
         return ChainMap(saved, self.lazy, self.inside if in_module else {})
 
     def add(self, tensor: int, storage: int, made: Lazy) -> None:
-        """Note what a deferred op has made."""
+        """Note the lazy tensor that a deferred op has made for a tensor of the program, and its storage there."""
         (self.inside if storage == self.begins else self.lazy)[tensor] = made
         if storage not in self.given:
             self.storages.add(storage)
@@ -77,11 +77,11 @@ class DeferredRun:
 
     Attributes:
         tensors: see ``DeferredTensors``.
-        region: of the engine.
+        region: the engine's.
         sampled: which slices of its loops run.
         ran: by deferred op, what ran when it was deferred: nothing for most.
         held: (storage, deferred op that reads it): what stays alive until a loop has read it.
-        computed: ops that needed numbers out of a loop of their own.
+        computed: deferred ops that ran a loop at once, for a number that they read.
         expected: by forward op whose output gets a lazy gradient, the gradient's shape and the part of the axis that it
             has. None: it does not depend on the slices, as the gradient of a loss.
     """
@@ -115,7 +115,7 @@ class DeferredRun:
         return self._makers[node]
 
     def is_there(self, tensor: int, made: torch.Tensor) -> None:
-        """Ops that are deferred from here on read this for a tensor of the program."""
+        """Let ops that are deferred from here on read ``made`` for a tensor of the program."""
         self._real[tensor] = made
 
     def tensor(self, index: int, known: Mapping[int, Lazy]) -> torch.Tensor:
@@ -138,8 +138,7 @@ class DeferredRun:
         storage = self.program.tensors[tensor].storage
         self.tensors.given.add(storage)
         self.held[storage, index] = None
-        # A sliced output has a gradient that is sliced alike. That of a reduced one, such as a loss, each slice reads
-        # as a whole.
+        # The gradient of a sliced output is sliced alike. That of a reduced output, such as a loss, is read whole.
         window = self.expected[forward][1]
         self.tensors.lazy[tensor] = Lazy(DeferredTensor(self.region, made, window=window, data=made))
 
@@ -161,7 +160,7 @@ class DeferredRun:
             out, seen = self.rehearsal.seen(lambda: run(func, args, kwargs))
         except (Opaque, ChunkError) as error:
             raise CannotChunk(str(error)) from error
-        # To defer it ran a loop: it needs a number that the slices make.
+        # Deferring the op ran a loop: it reads a number that the slices make.
         if self.region.tally.loops > loops:
             self.computed.append(index)
         outputs = list(tensors_in(out))
@@ -188,10 +187,10 @@ class DeferredRun:
         if (window := value.window) is not None:
             self.sampled.windows.add((window.start, window.start + window.axis.size))
         if value.combined is not None:
-            self.expected[index] = value.shape, None  # as lazy_gradients in the executor does
+            self.expected[index] = value.shape, None  # as ``watch`` in the executor has it
 
     def _note_nodes(self, index: int, values: list[DeferredTensor]) -> None:
-        """An op that the engine rewrites has several nodes. All behind its outputs that are new are its own."""
+        """Note the nodes of an op: all new ones that its outputs depend on, since the engine may rewrite the op."""
         while values:
             node = values.pop().node
             if node is not None and node.number not in self._makers:
@@ -200,12 +199,12 @@ class DeferredRun:
 
 
 def _refuse(op: str, why: str) -> None:
-    """In a step the engine runs such an op on whole tensors, which a plan must not count on."""
+    """Refuse an op that the engine would run on whole tensors in a step: a plan must not count on that."""
     raise CannotChunk(f"{op} cannot run in slices: {why}")
 
 
 def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op on real tensors. Reading a number would fail on fake ones, and nothing needs it."""
+    """Run an op on real tensors, unless it reads a number: that would fail on fake ones, and nothing needs it."""
     return None if func is _READ_NUMBER else func(*args, **kwargs)
 
 

@@ -5,8 +5,8 @@
 - Modules (``module_chunks``): around the op at the peak of a plan, the largest module that works, and all modules that
   are alike.
 - The backward pass of a module without children (``backward_chunks``), such as a norm: the one at the peak of a plan,
-  and all that are alike. Its forward pass stays as it is, so that what it makes may be recomputed. It costs next to
-  nothing, so it is decided once for all of them.
+  and all that are alike. Its forward pass stays as it is, so that what it makes may be recomputed. Slices cost next to
+  nothing there, so one decision is taken for all of them.
 
 Whether a chunk works is found by rehearsing it (``rest.py``). Only one number of slices is tried for that. The choice
 of the entry is greedy: a longer chunk with other recomputation around it could be better.
@@ -64,10 +64,10 @@ class LossChunks(NamedTuple):
 
 
 def offer_of(step: PlanStep, chunks: Slices) -> Offer:
-    """Return the choice of slices, beside the regions that other techniques have options for.
+    """Return the offer to run a chunk in one of several numbers of slices.
 
     Each number of slices is rehearsed when its option is asked for. A chunk of the loss ends with the forward pass, so
-    no unit may be around its module.
+    neither its module nor one around it may be a unit.
     """
     program, device = step.program, step.device
     assert device is not None
@@ -77,7 +77,7 @@ def offer_of(step: PlanStep, chunks: Slices) -> Offer:
         rewrite = training_chunk(program, chunk, device)
         return Option(step.added_cost(rewrite.added_ms), 0, (), "chunk", chunk, rewrite.patch)
 
-    # What a loop holds others cannot free. Any number of slices holds the same.
+    # Other techniques cannot free what a loop holds, which is the same with any number of slices.
     first = training_chunk(program, chunks[0], device)
     kept = first.deferred.union(program.writer[s] for s in first.held if s in program.writer)
     alone = (chunks[0].unit,) if chunks[0].span == "rest" else ()
@@ -105,11 +105,11 @@ def loss_chunks(program: Program, device: DeviceSpec, after: int = -1) -> LossCh
                 chunk = _first_axis(program, unit, "rest", device)
             except CannotChunk as error:
                 if best is not None:
-                    break  # what begins before it reads the same and more
+                    break  # chunks that begin earlier run the same ops and more
                 refused[unit] = str(error)
                 continue
             peak_bytes = _most_bytes(program, training_chunk(program, chunk, device))
-            # From the loss backwards, so each chunk is longer than the ones before.
+            # Each chunk is longer than those tried before, so it has to be clearly better.
             if best is None or _CLEARLY * peak_bytes < best[0]:
                 best = peak_bytes, chunk
     if best is None:
@@ -119,9 +119,9 @@ def loss_chunks(program: Program, device: DeviceSpec, after: int = -1) -> LossCh
 
 
 def _last_modules(program: Program, after: int) -> Iterator[str]:
-    """Yield the last modules that are called once, then others, which will be refused: such as one of micro-batches.
+    """Yield the last modules that are called once, then others, such as one called by micro-batches: to be refused.
 
-    Of both the last ones first; of those that begin at one op, the innermost first.
+    In both groups the last modules come first; of those that begin at one op, the innermost.
     """
     ops = program.ops
     last = max((i for i, op in enumerate(ops) if op.phase is Phase.FORWARD), default=-1)
@@ -142,7 +142,7 @@ def _last_modules(program: Program, after: int) -> Iterator[str]:
 def module_chunks(
     program: Program, scope: int, device: DeviceSpec, pins: Pins = NO_PINS
 ) -> tuple[Slices, ...]:
-    """Return the largest module around a module call that can run in slices, and all that are alike; () if none can.
+    """Return chunks of the largest module around a call that can run in slices, and of its like; () if none can.
 
     ``pins``: modules that must not be units are left out. Worked out once for a program.
     """
@@ -160,7 +160,7 @@ def module_chunks(
             and len(program.ops_in(calls[0])) == n_ops
             and pins.may_be_a_unit(program, unit)
         )
-        # With all numbers of slices, since those of the first one serve for all that are alike.
+        # In all numbers of slices: the rewrites of the first module serve for all that are alike.
         return tuple(_offered_where_alike(program, found, units, _MODULE_SLICES, device))
 
 
@@ -175,15 +175,15 @@ def _largest(program: Program, scope: int, device: DeviceSpec, pins: Pins) -> Ch
         return len(program.ops_in(around)) <= _MOST_OPS
 
     outwards = (scope, *program.ancestors(scope)) if scope != ROOT_SCOPE else ()
-    # The largest first: it takes one rehearsal if that one works.
+    # The largest first: if it works, one rehearsal is enough.
     for around in reversed(tuple(itertools.takewhile(may_be_rehearsed, outwards))):
-        with contextlib.suppress(CannotChunk):  # a part of it may be one
+        with contextlib.suppress(CannotChunk):  # a smaller module may work
             return _first_axis(program, program.scopes[around].fqn, "module", device)
     return None
 
 
 def _name_in_layer(unit: str) -> str:
-    """Return the last part of a name; of a layer in a list, that of the list."""
+    """Return the last part of a module's name; for a layer in a list, the list's and ``.*``."""
     *_, before, last = ("", *unit.split("."))
     return f"{before}.*" if last.isdigit() else last
 
@@ -205,19 +205,19 @@ def backward_chunks(
         scope: the module call.
         device: what it runs on.
         pins: modules with ops that they name are left out.
-        known: the chunks that there are. If the module runs so already, the answer has twice as many slices.
+        known: the chunks so far. If the module's backward pass is among them, the answer has twice as many slices.
     """
     if scope == ROOT_SCOPE:
-        return ()
+        return ()  # no module runs at the peak
     unit = program.scopes[scope].fqn
     same = [chunk for chunk in known if chunk.span == "backward" and _alike(chunk.unit, unit)]
     if any(chunk.unit == unit for chunk in same):
         slices = 2 * same[0].slices
-        # Not more slices than a module may have, and none without rows.
+        # Not more slices than a module may have, and no empty ones.
         if slices > min(_MODULE_SLICES[-1], *(entry_size(program, chunk) for chunk in same)):
             return ()
         return tuple(msgspec.structs.replace(chunk, slices=slices) for chunk in same)
-    # It, or a module around it, runs in slices in another way.
+    # The module, or one around it, runs in slices in another way.
     taken = any(unit == chunk.unit or is_inside(unit, chunk.unit) for chunk in known)
     is_called_once = len(program.calls[unit]) == 1
     if taken or not is_called_once or not pins.may_be_a_unit(program, unit):
@@ -244,7 +244,7 @@ def _alike(unit: str, other: str) -> bool:
 
 
 def _first_axis(program: Program, unit: str, span: _TrainingSpan, device: DeviceSpec) -> Chunk:
-    """Return a chunk along the longest dimension that works. The last one is never tried: it is that of features."""
+    """Return a chunk along the longest dimension that works. The last dimension, that of features, is never tried."""
     shape = program.tensors[entry_of(program, unit)[1]].shape
     why = CannotChunk(f"what enters {unit!r} has shape {shape}")
     for size, dim in sorted(((n, d) for d, n in enumerate(shape[:-1])), reverse=True):
@@ -268,7 +268,7 @@ def entry_size(program: Program, chunk: Chunk) -> int:
 
 
 def _offered(program: Program, found: Chunk, numbers: Sequence[int]) -> Slices:
-    """Return a chunk in each number of slices that its axis has elements for; in the first one in any case."""
+    """Return a chunk in each of some numbers of slices that its axis has elements for, and in the first in any case."""
     most = max(numbers[0], entry_size(program, found))
     return tuple(msgspec.structs.replace(found, slices=slices) for slices in numbers if slices <= most)
 
@@ -276,9 +276,9 @@ def _offered(program: Program, found: Chunk, numbers: Sequence[int]) -> Slices:
 def _offered_where_alike(
     program: Program, found: Chunk, units: Iterable[str], numbers: Sequence[int], device: DeviceSpec
 ) -> Iterator[Slices]:
-    """Yield the slices of a chunk at each of some modules where all of them work."""
+    """Yield a chunk, moved to each of some modules, in all numbers of slices, if all of these work there."""
     for unit in units:
-        # One may be of that name, but not alike.
+        # A module of the same name may still differ.
         with contextlib.suppress(CannotChunk):
             offered = _offered(program, msgspec.structs.replace(found, unit=unit), numbers)
             for chunk in offered:
@@ -290,6 +290,7 @@ def _most_bytes(program: Program, rewrite: Rewrite) -> int:
     """Return the most that is alive from the entry until the loop is over, beyond what is alive at the entry."""
     events, liveness = rewrite.patch.events, program.with_(rewrite.patch).liveness
     first, last = min(events), max(int(program.liveness.op_events[i]) for i in rewrite.deferred)
+    # In the rewritten program, which has more or fewer events up to there.
     end = last + sum(len(new) - 1 for at, new in events.items() if at <= last)
     inside = (first <= liveness.op_events) & (liveness.op_events <= end)
     return int(liveness.at_op[inside].max() - liveness.before_event[first])

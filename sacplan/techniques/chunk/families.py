@@ -60,7 +60,7 @@ class Kinship:
     _back: dict[int, int] = field(default_factory=dict)
 
     def add_ops(self, here: Sequence[int], there: Sequence[int]) -> bool:
-        """Let ops correspond, and what they read and write. False if they are not alike, as far as is known."""
+        """Let ops correspond, and what they read and write; return False if they are not alike."""
         return len(here) == len(there) and all(map(self._add_op, here, there))
 
     def _add_op(self, here: int, there: int) -> bool:
@@ -86,19 +86,19 @@ class Kinship:
 
     def _add_storage(self, here: int, there: int) -> bool:
         if self.storages.setdefault(here, there) != there or self._back.setdefault(there, here) != here:
-            return False  # one of them already stands for another one
+            return False  # one of the two already corresponds to another storage
         if self.ours.storage_bytes[here] != self.theirs.storage_bytes[there]:
             return False
         ours, theirs = self.ours.liveness.events_of[here], self.theirs.liveness.events_of[there]
-        # Only of what ops make. If the numbers differ, something else holds one of the two, and a patch that refers to
-        # these events is not transferred.
+        # Events correspond only for what ops make. If their numbers differ, something else holds one of the two
+        # storages, and a patch that refers to these events is not transferred.
         if here in self.ours.writer and len(ours) == len(theirs):
             self.positions.update(zip(ours, theirs, strict=True))
         return True
 
 
 def kinship_of_calls(one: tuple[Program, int], other: tuple[Program, int], *, to_end: bool) -> Kinship | None:
-    """Return how two module calls, or all that follows them in the forward pass, correspond; None if not alike."""
+    """Return how two module calls (``to_end``: and the forward pass after them) correspond; None if not alike."""
     (ours, here), (theirs, there) = one, other
     found = Kinship(ours, theirs)
     inside = [_forward_ops(ours, here, to_end=to_end), _forward_ops(theirs, there, to_end=to_end)]
@@ -119,14 +119,14 @@ def _forward_ops(program: Program, scope: int, *, to_end: bool) -> Sequence[int]
 
 
 def transferred(known: Iterable[tuple[Kinship | None, Rewrite]], scope: int) -> Rewrite | None:
-    """Return the first of some rewrites that can be one of another part, as the rewrite of that.
+    """Return the rewrite of a part of a step, transferred from the first known rewrite that fits.
 
     Args:
-        known: rewrites of parts, each with how the other part corresponds to it.
-        scope: the module call of the other one, to which the ops of its loops belong.
+        known: rewrites of other parts, each with how that part corresponds to this one (None: not alike).
+        scope: the module call of this part, to which the ops of its loops belong.
 
     Returns:
-        None if no part is alike in all that its patch refers to.
+        None if no known part is alike in all that its patch refers to.
     """
     return next(filter(None, (_transferred(one, kin, scope) for kin, one in known if kin is not None)), None)
 
@@ -141,11 +141,11 @@ def _transferred(rewrite: Rewrite, kin: Kinship, scope: int) -> Rewrite | None:
         if s >= n_storages:
             return s - n_storages + len(theirs.storage_bytes)
         if s not in kin.storages and ours.storage_kinds[s] not in shared:
-            raise KeyError(s)  # an activation from elsewhere; of the model's tensors both may read the same
+            raise KeyError(s)  # an activation from elsewhere; parameters and buffers both parts may read
         return kin.storages.get(s, s)
 
     def new(known: int, first: int) -> Callable[[int], int]:
-        """Map handles or instances: the patch numbers its own from the step's. It must refer to no other ones."""
+        """Return a map of a patch's own handles or instances, numbered after the step's. It must refer to no others."""
 
         def own(index: int) -> int:
             if index < known:
@@ -167,7 +167,7 @@ def _transferred(rewrite: Rewrite, kin: Kinship, scope: int) -> Rewrite | None:
         deferred = frozenset(kin.ops[i] for i in rewrite.deferred)
         held = frozenset(map(storage, rewrite.held))
     except KeyError:
-        return None  # it looks at something that only the first part has
+        return None  # the patch refers to something that only the first part has
     return replace(rewrite, patch=msgspec.structs.replace(moved, ops=ops), deferred=deferred, held=held)
 
 
@@ -201,12 +201,12 @@ def merged(program: Program, rewrites: Sequence[Rewrite]) -> Patch:
             raise ValueError(f"two stretches interleave at op {start}")
     draft = PatchBuilder(program)
     for patch in (one.patch for one in rewrites):
-        # Offsets are those of now: all that the patch refers to is renamed before anything of it is added.
+        # Adding to the draft moves the offsets, so all that the patch refers to is renamed before that.
         indices = Indices(
-            storage=_behind(draft.storage_bytes),
-            op=_behind(draft.ops),
-            handle=_behind(draft.handle_storages),
-            instance=_behind(draft.instance_handles),
+            storage=_after(draft.storage_bytes),
+            op=_after(draft.ops),
+            handle=_after(draft.handle_storages),
+            instance=_after(draft.instance_handles),
         )
         if both := draft.events.keys() & patch.events:
             raise ValueError(f"two patches look at event {min(both)}")
@@ -214,7 +214,7 @@ def merged(program: Program, rewrites: Sequence[Rewrite]) -> Patch:
     return draft.patch()
 
 
-def _behind(table: Table[Any]) -> Callable[[int], int]:
-    """Return where a patch's own entries of a table are, behind those that were added before."""
+def _after(table: Table[Any]) -> Callable[[int], int]:
+    """Return a map of a patch's indices into a table: its own entries come after those that were added before."""
     known, offset = len(table) - len(table.new), len(table.new)
     return lambda index: index if index < known else index + offset

@@ -3,9 +3,9 @@
 A factor rule says how the dimensions of an op's tensors belong together. So an op is cut along one factor, and a slice
 of one tensor tells the slices of all others that have this factor:
 
-- forward, from what it reads (``cut_of_inputs``): ops that are deferred one by one behind the input of a module;
-- backward, from what its readers ask for (``cuts``): ops that belong to a loop since all that they make is read there,
-  always in the same slices. One that is asked for in two ways, or as a whole, runs before the loop.
+- forward, from what it reads (``cut_of_inputs``): ops that are deferred one by one after the input of a module;
+- backward, from what its readers ask for (``cuts``): ops that belong to a loop since all that they make is read in it,
+  always in the same slices. An op whose results are read in two ways, or as a whole, runs before the loop.
 
 The planner goes through a recorded program (``regions.py``), the executor through the ops that it has deferred.
 """
@@ -35,14 +35,14 @@ class Window(NamedTuple):
     start: int = 0
 
     def clip(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the part of the slice [``start``, ``stop``) of the region that it has, in the tensor's own indices."""
-        # In the tensor's own indices, cut off where it ends. A slice that misses it is empty.
+        """Return a slice [``start``, ``stop``) of the region in the tensor's indices, cut off where the tensor ends."""
+        # A slice that misses the tensor is empty.
         size = self.axis.size
         return max(0, min(size, start - self.start)), max(0, min(size, stop - self.start))
 
 
 class FactorCut(NamedTuple):
-    """The factor along which an op is sliced, and where that begins in the region's axis."""
+    """The factor along which an op is sliced, and where the factor begins in the region's axis."""
 
     axis: FactorAxis
     start: int = 0
@@ -56,23 +56,23 @@ def _cut(dims: Dims, sizes: tuple[int, ...], window: Window) -> FactorCut | None
 
 @functools.lru_cache(maxsize=1 << 16)
 def window_of(dims: Dims, sizes: tuple[int, ...], cut: FactorCut) -> Window | None:
-    """Return the part of a tensor that a slice of an op has; None if it has all of it."""
+    """Return the part of a tensor that a slice of an op reads or makes; None if that is all of it."""
     axis = from_factor(dims, sizes, cut.axis)
     return None if axis is None else Window(axis, cut.start)
 
 
 def cut_of_inputs(rule: Rule | None, windows: Iterable[Window | None]) -> FactorCut | None:
-    """Return how an op is cut whose inputs are sliced so (None: it reads all); None if that is no cut of it."""
+    """Return the cut of an op that reads its inputs in these windows (None: all of it); None if there is none."""
     if rule is None:
         return None  # it must see whole tensors
     pairs = zip(rule.inputs, windows, strict=True)
     found = {_cut(dims, rule.sizes, window) for dims, window in pairs if window is not None}
-    # An input is cut where the rule has no factor, or two inputs are cut along different ones.
+    # No cut: an input is cut where the rule has no factor (None), or two inputs along different factors.
     return found.pop() if len(found) == 1 else None
 
 
 def _cut_of_outputs(rule: Rule | None, asked: Iterable[Collection[Window | None]]) -> FactorCut | None:
-    """Return how an op is cut of which these slices are asked for (None: all); None if that is no cut of it."""
+    """Return the cut of an op whose outputs are asked for in these windows (None: all of it); None if there is none."""
     if rule is None:
         return None  # it must see whole tensors
     found = {
@@ -84,7 +84,7 @@ def _cut_of_outputs(rule: Rule | None, asked: Iterable[Collection[Window | None]
 
 
 def slices_made(rule: Rule, cut: FactorCut) -> list[tuple[Window | None, Kind | None]] | None:
-    """Return for each output of an op that is sliced the part that one slice makes, or how parts are combined.
+    """Return for each output of a sliced op the part that one slice makes, or how the parts are combined.
 
     None: the op cannot be sliced so.
     """
@@ -114,11 +114,11 @@ class FlowOp(NamedTuple):
 
 
 def cuts(ops: Sequence[FlowOp], asked: Mapping[Hashable, Collection[Window | None]]) -> dict[int, FactorCut]:
-    """Return by place in ``ops`` how they are cut; ops that cannot be are left out.
+    """Return by index into ``ops`` the cut of each op that can be cut.
 
     First backwards, so that all readers of a tensor are known before its maker. What an op that is not cut reads, or
-    what two ops read in different ways, is made as a whole. Then forward to ops that lead elsewhere. What one of these
-    cannot take in slices is made as a whole, too, so all begins anew.
+    what two ops read in different ways, is made as a whole. Then forward through ops whose results nobody asks for.
+    What one of these cannot read in slices is made as a whole, too, and both passes start again.
 
     Args:
         ops: in the order in which they run.
@@ -131,32 +131,32 @@ def cuts(ops: Sequence[FlowOp], asked: Mapping[Hashable, Collection[Window | Non
             wanted[t].update(windows)
         found: dict[int, FactorCut] = {}
         made: dict[Hashable, Window | None] = {}
-        elsewhere: list[int] = []
+        unasked: list[int] = []
         for i, op in reversed(list(enumerate(ops))):
             of_outputs = [wanted[t] for t in op.outputs]
             if not any(of_outputs):
-                elsewhere.append(i)
+                unasked.append(i)
                 continue
             if (cut := _possible(op, _cut_of_outputs(op.rule, of_outputs), made)) is not None:
                 found[i] = cut
             for t, window in zip(op.inputs, slices_read(op.rule, cut, len(op.inputs)), strict=True):
                 wanted[t].add(window)
-        known = len(whole)
-        for i in reversed(elsewhere):
+        n_whole = len(whole)
+        for i in reversed(unasked):
             op, read = ops[i], {t: made[t] for t in ops[i].inputs if t in made}
-            # A part that slices add up to is there after the loop.
+            # What slices are combined to (None) is there only after the loop.
             sliced = read and None not in read.values()
             cut = cut_of_inputs(op.rule, map(read.get, op.inputs)) if sliced else None
             if (cut := _possible(op, cut, made)) is not None:
                 found[i] = cut
             else:
                 whole.update(read)
-        if len(whole) == known:
+        if len(whole) == n_whole:
             return found
 
 
 def _possible(op: FlowOp, cut: FactorCut | None, made: dict[Hashable, Window | None]) -> FactorCut | None:
-    """Return a cut of an op, and note the slices that it makes; None if the op cannot be cut so."""
+    """Return a cut of an op, and note in ``made`` what its slices make; None if the op cannot be cut so."""
     slices = slices_made(op.rule, cut) if op.rule is not None and cut is not None else None
     if slices is None:
         return None
@@ -177,7 +177,7 @@ def axes_of(rule: Rule, splits: Mapping[int, Collection[tuple[int, ...]]]) -> It
 def splits_of(rules: Iterable[Rule]) -> dict[int, dict[tuple[int, ...], None]]:
     """Return by size of a dimension the factors that some op splits such a dimension into.
 
-    A dimension of batch times sequence looks like one factor to a matrix product. A view elsewhere says what it is.
+    A dimension of batch times sequence is one factor to a matrix product. Only a view elsewhere shows both factors.
     """
     found: dict[int, dict[tuple[int, ...], None]] = defaultdict(dict)
     for rule in dict.fromkeys(rules):
@@ -189,7 +189,7 @@ def splits_of(rules: Iterable[Rule]) -> dict[int, dict[tuple[int, ...], None]]:
 
 
 def _parts_of(axis: Axis, sizes: Sequence[int]) -> Iterator[Axis]:
-    """Yield the parts of an axis whose size is a product of sizes, those of size 1 left out."""
+    """Yield the parts of an axis with these sizes, which multiply to its size; parts of size 1 are left out."""
     before, after = axis.outer, axis.size * axis.inner
     for size in sizes:
         after //= max(1, size)

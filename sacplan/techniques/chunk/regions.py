@@ -2,8 +2,8 @@
 
 For each op, and each axis of its first output:
 
-1. The ops up to there are cut, within a window, backwards from what is asked for (``_cuts``). An op that cannot make
-   it in slices runs before the loop.
+1. The ops up to that op are cut, within a window, backwards from what is asked for (``_cuts``). An op that cannot make
+   what is asked of it in slices runs before the loop.
 2. Each of these ops may be the first one of the loop. The ops from there on that are connected with the last one are
    a stretch (``_members``).
 3. Its memory is estimated. Outside of the loop it follows from the recording: what is alive at each op, less what the
@@ -50,7 +50,7 @@ _REPEATED = 24  # ops in a row that are like earlier ones: layers repeat
 _PERIODS = 1.6  # layers, where they repeat
 _BEYOND = 40  # ops after the loop at which Python may still hold what the stretch would have made
 _ENDS = 4_000  # that are tried: what is done for a program without repeated layers is bounded
-_ROUNDING = 1e-6  # absorbs that the coefficients of ``lines`` are floats
+_ROUNDING = 1e-6  # absorbs rounding errors in the coefficients of ``lines``, which are floats
 
 
 @dataclass(slots=True, eq=False)
@@ -61,11 +61,11 @@ class Shape:
         members: ops of the loop.
         axis: what is sliced of the first output of the last op.
         exits: (op, output) of each result that is needed after the loop.
-        lines: by op of the loop, bytes that are alive beside those outside: a constant, and a part for each element in
-            the length of a slice.
+        lines: ``(fixed, by_length)`` of each op of the loop: while it runs, tensors of the loop take
+            ``fixed + by_length * length of a slice`` bytes.
         slice_ms: the time that each further slice costs; ``loop_ms``: the time that the loop costs once.
         exact: by number of slices that was rehearsed, the bytes that the loop makes at its peak.
-        ratio: the largest factor by which an estimate of that was too low; others are scaled by it.
+        ratio: the largest factor by which an estimate of these bytes was too low; other estimates are scaled by it.
     """
 
     members: tuple[int, ...]
@@ -97,11 +97,11 @@ class Shape:
         Each op of the loop bounds the length of a slice: ``ratio * (fixed + by_length * length) <= room``. The tightest
         bound counts. A rehearsed number of slices that fits is taken if it is smaller.
         """
-        length, left = self.axis.size, room / self.ratio
+        length, unscaled_room = self.axis.size, room / self.ratio
         for fixed, by_length in self.lines:
             if by_length > 0:
-                length = min(length, math.floor((left - fixed) / by_length + _ROUNDING))
-            elif left - fixed < -_ROUNDING:
+                length = min(length, math.floor((unscaled_room - fixed) / by_length + _ROUNDING))
+            elif unscaled_room - fixed < -_ROUNDING:
                 length = 0
         fits = [slices for slices, inside in self.exact.items() if inside <= room]
         if length >= 1:
@@ -121,7 +121,7 @@ class Candidate(NamedTuple):
         start, end, until: the first op; the last one, where the loop runs; and the last one at which it changes memory.
             In the plain step Python may hold results for a while after the loop, which the stretch never makes.
         outside: the most that is alive at an op from ``start`` to ``until`` that is not in the loop.
-        base: bytes that are alive during the loop beside what it makes.
+        base: bytes that are alive during the loop, without what it makes.
     """
 
     shape: Shape
@@ -166,7 +166,7 @@ class _Finder:
         self._units: dict[frozenset[int], bool] = {}
 
     def find(self) -> Iterator[Candidate]:
-        """Find them, beginning where most is alive, so that the bound on ends leaves out the least useful."""
+        """Yield candidates, beginning where most is alive, so that the bound on ends leaves out the least useful."""
         flow = self.flow
         if not flow.n_ops:
             return
@@ -178,8 +178,8 @@ class _Finder:
                 key = (end - first, *self.surroundings[first : end + _BEYOND])
                 by_kind[key].append(end)
         for ends in sorted(by_kind.values(), key=lambda ends: -self._worth(ends))[:_ENDS]:
-            for found, members, axis in self._stretches(ends[0]):
-                yield from self._candidates(found, members, axis, ends)
+            for op_cuts, members, axis in self._stretches(ends[0]):
+                yield from self._candidates(op_cuts, members, axis, ends)
 
     def _worth(self, ends: Sequence[int]) -> int:
         """Return the most that is alive in the window of the first of some ops that are alike."""
@@ -218,7 +218,7 @@ class _Finder:
         seen: dict[tuple[int, ...], int] = {}
         for end in range(self.flow.n_ops):
             here = tuple(self.surroundings[max(0, end + 1 - _REPEATED) : end + 1])
-            period = end - seen.get(here, -_WINDOW)
+            period = end - seen.get(here, -_WINDOW)  # not seen before: the whole window
             seen[here] = end
             found.append(min(_WINDOW, max(2 * _REPEATED, int(period * _PERIODS))))
         return found
@@ -226,22 +226,23 @@ class _Finder:
     # --- stretches ---
 
     def _stretches(self, end: int) -> Iterator[tuple[dict[int, FactorCut], tuple[int, ...], Axis]]:
-        """Yield stretches that end with an op: the flow, the ops of the loop, and what is sliced of the last one."""
+        """Yield stretches that end with an op: the cuts by op, the ops of the loop, and the last op's sliced axis."""
         flow = self.flow
         rule = flow.rules[end]
         assert rule is not None
         seen: set[Any] = set()
         for axis in axes_of(rule, self.splits):
-            found = self._cuts(end, axis)
-            for start in sorted(i for i in found if flow.computes[i]):
-                members = self._members(found, start, end)
+            op_cuts = self._cuts(end, axis)
+            for start in sorted(i for i in op_cuts if flow.computes[i]):
+                members = self._members(op_cuts, start, end)
                 if members and (axis, members) not in seen:
                     seen.add((axis, members))
-                    yield found, members, axis
+                    yield op_cuts, members, axis
 
     def _cuts(self, end: int, axis: Axis) -> dict[int, FactorCut]:
-        """Return how ops up to one are cut if it is asked for in slices along an axis of its first output."""
+        """Return the cuts of the ops up to ``end`` if its first output is asked for in slices along an axis."""
         flow = self.flow
+        # Views that nothing up to ``end`` computes from are left out.
         ops = [i for i in range(max(0, end - self.windows[end]), end + 1) if flow.first_use[i] <= end]
         found = cuts(
             [FlowOp(flow.rules[i], flow.inputs[i], flow.outputs[i]) for i in ops],
@@ -249,12 +250,12 @@ class _Finder:
         )
         return {ops[at]: cut for at, cut in found.items()}
 
-    def _members(self, found: dict[int, FactorCut], start: int, end: int) -> tuple[int, ...]:
+    def _members(self, op_cuts: dict[int, FactorCut], start: int, end: int) -> tuple[int, ...]:
         """Return the ops of the loop if it begins at ``start``, without views of what it does not make."""
         flow = self.flow
         members: list[int] = []
         made: set[int] = set()
-        for i in sorted(found):
+        for i in sorted(op_cuts):
             if i < start:
                 continue
             # A view of an input is taken outside of the loop.
@@ -265,38 +266,38 @@ class _Finder:
         return self._connected(members, end)
 
     def _connected(self, members: Sequence[int], end: int) -> tuple[int, ...]:
-        """Return those that are connected with the last op: the axis of that one does not say how others are cut."""
+        """Return the members that are connected with the last op: its axis does not say how others are cut."""
         flow = self.flow
         maker = {t: i for i in members for t in flow.outputs[i]}
         pairs = ((maker[t], i) for i in members for t in flow.inputs[i] if t in maker)
         return next(tuple(group) for group in connected(members, pairs) if end in group)
 
     def _candidates(
-        self, found: dict[int, FactorCut], members: tuple[int, ...], axis: Axis, ends: Sequence[int]
+        self, op_cuts: dict[int, FactorCut], members: tuple[int, ...], axis: Axis, ends: Sequence[int]
     ) -> Iterator[Candidate]:
-        """Place a stretch at ops that are alike, wherever it lowers the most that is alive there.
+        """Yield a stretch at each of some ops that are alike, wherever it lowers the most that is alive there.
 
-        Twice if Python holds results after the loop. The one that ends with the loop may be followed by another stretch
-        at once. The other also counts what is saved after the loop.
+        If Python holds results after the loop, two candidates: one ends with the loop, so that another stretch may
+        follow at once; the other also counts what is saved after the loop.
         """
         flow, program, start, end = self.flow, self.program, members[0], members[-1]
         exits = self._exits(members, end)
-        # Nothing is needed of it, or an exit has no place; no module call to name it by; or its inputs change.
+        # Nothing is read after the loop, or an exit has no buffer; no module to name the stretch by; or inputs change.
         if not exits or not self._has_unit(members) or not self._inputs_stay(members, end):
             return
         made = {s for i in members for s in program.ops[i].writes}
         read = {flow.storage[t] for t in flow.inputs_of(members)}
         kept = {flow.origin[flow.storage[flow.outputs[op][output]]] for op, output in exits}
         lost = [s for s in made if flow.origin[s] not in kept]
-        # How long Python holds what the loop never makes as a whole: its bytes are saved up to there.
-        held = max((flow.last_op[s] for s in lost), default=end)
-        held = min(held, end + _BEYOND, flow.n_ops - 1)
+        # The last op at which Python holds what the loop never makes as a whole: up to it, these bytes are saved.
+        held_until = max((flow.last_op[s] for s in lost), default=end)
+        held_until = min(held_until, end + _BEYOND, flow.n_ops - 1)
         relative = tuple((op - end, output) for op, output in exits)
-        shape = Shape(tuple(i - end for i in members), axis, relative, *self._loop(found, members, exits))
+        shape = Shape(tuple(i - end for i in members), axis, relative, *self._loop(op_cuts, members, exits))
         # Judged by slices of one element, the most that slicing can do.
         inside = shape.inside(axis.size)
-        for until in dict.fromkeys((end, max(end, held))):
-            # By op, how many more bytes are alive while it runs, or fewer, below 0.
+        for until in dict.fromkeys((end, max(end, held_until))):
+            # By op, how many more bytes are alive while it runs; fewer, if negative.
             change = np.zeros(until - start + 1, dtype=np.int64)
             for s in lost:
                 first, last = max(program.writer[s], start), min(flow.last_op[s], until)
@@ -308,22 +309,22 @@ class _Finder:
                     # The loop runs at the end, so an input that was freed before is held until then.
                     change[max(last + 1, start) - start : end - start + 1] += program.storage_bytes[s]
             others = np.array([i not in members for i in range(start, until + 1)])
-            for by in (other - end for other in ends):
-                first, last = start + by, until + by
-                if first < 0 or last >= flow.n_ops or not self._has_unit([i + by for i in members]):
+            for shift in (other - end for other in ends):
+                first, last = start + shift, until + shift
+                if first < 0 or last >= flow.n_ops or not self._has_unit([i + shift for i in members]):
                     continue
                 live, total = self.live[first : last + 1], self.total[first : last + 1]
                 outside = int(np.where(others, total + change, 0).max())
                 base = int(live[end - start] + change[end - start])
                 if max(outside, base + inside) < total.max():
-                    yield Candidate(shape, first, end + by, last, outside, base)
+                    yield Candidate(shape, first, end + shift, last, outside, base)
 
     def _exits(self, members: Sequence[int], end: int) -> list[tuple[int, int]] | None:
         """Return what is read after the loop: the op that makes each, and which of its outputs.
 
         Args:
             members: the ops of the loop.
-            end: the event after which it has ended.
+            end: the last of them, in whose place the loop runs.
 
         Returns:
             None if the executor could not allocate a buffer for one of them.
@@ -334,11 +335,11 @@ class _Finder:
         for i in members:
             op = program.ops[i]
             if op.replaces >= 0 and program.writer.get(op.replaces) not in inside:
-                return None  # it overwrites in place what others made
+                return None  # it overwrites in place what ops outside of the loop made
             for s in op.writes:
                 if not flow.read_after(s, end):
                     continue
-                first = flow.origin[s]  # what it was before ops wrote it in place
+                first = flow.origin[s]  # the version before ops wrote to it in place
                 maker = program.writer.get(first)
                 if maker not in inside:
                     return None  # the memory is there before the loop
@@ -368,32 +369,32 @@ class _Finder:
         return self._units[scopes]
 
     def _loop(
-        self, found: dict[int, FactorCut], members: Sequence[int], exits: Sequence[tuple[int, int]]
+        self, op_cuts: dict[int, FactorCut], members: Sequence[int], exits: Sequence[tuple[int, int]]
     ) -> tuple[frozenset[tuple[float, float]], float, float]:
         """Return ``lines``, ``slice_ms`` and ``loop_ms`` of a shape.
 
-        Counted are tensors that the loop makes, from their op to their last use in a slice, workspaces, and slices of
-        inputs that are copies: those along an axis that is not the outermost in memory. The time of a slice is that of
-        launches, and of operands that it reads whole.
+        Bytes are those of tensors that the loop makes, from their op to their last use in a slice, of workspaces, and
+        of slices of inputs that are copies: those along an axis that is not the outermost in memory. The time of a
+        slice is that of launches, and of operands that it reads whole.
         """
         flow, program = self.flow, self.program
-        size = found[members[-1]].axis.size
+        size = op_cuts[members[-1]].axis.size
         made = {t for i in members for t in flow.outputs[i]}
-        last: dict[int, int] = {}
+        last_use: dict[int, int] = {}
         for i in members:
             for t in (*flow.inputs[i], *flow.outputs[i]):
-                last[flow.origin[flow.storage[t]]] = i
+                last_use[flow.origin[flow.storage[t]]] = i
         lines = set()
         slice_ms = len(exits) * self.launch_ms
         alive: dict[int, tuple[float, float]] = {}
         for i in members:
-            rule, cut = flow.rules[i], found[i]
+            rule, cut = flow.rules[i], op_cuts[i]
             assert rule is not None
-            again = 0
+            read_whole = 0
             for t, dims in zip(flow.inputs[i], rule.inputs, strict=True):
                 window = window_of(dims, rule.sizes, cut)
                 if window is None:
-                    again += self.bytes[t]
+                    read_whole += self.bytes[t]
                 elif t not in made and window.axis.outer > 1:
                     alive.setdefault(flow.origin[flow.storage[t]], (0.0, self.bytes[t] / size))  # a copy
             if flow.computes[i]:
@@ -403,8 +404,8 @@ class _Finder:
                     alive.setdefault(flow.origin[flow.storage[t]], n_bytes)
                 by_length = sum(b for _, b in alive.values()) + program.ops[i].workspace_bytes / size
                 lines.add((sum(a for a, _ in alive.values()), by_length))
-                slice_ms += self.launch_ms + again * self.ms_per_byte
-            for s in [s for s in alive if last[s] == i]:
+                slice_ms += self.launch_ms + read_whole * self.ms_per_byte
+            for s in [s for s in alive if last_use[s] == i]:
                 del alive[s]
         copied = sum(self.bytes[flow.outputs[op][output]] for op, output in exits)
         loop_ms = len(exits) * self.launch_ms + 2 * copied * self.ms_per_byte
@@ -416,10 +417,10 @@ def _layout(tensor: Any) -> tuple[Any, ...]:
 
 
 def unit_scope(program: Program, scopes: Iterable[int], pins: Pins = NO_PINS) -> int:
-    """Return the smallest module call around some ops whose module is called once in the step; -1 if there is none.
+    """Return the smallest call around some module calls whose module is called once; ``ROOT_SCOPE`` if there is none.
 
     A call site does not say in which call of a module it is, so a stretch cannot be named by a module that is called
-    several times.
+    several times; nor by one that ``pins`` keep from being a unit.
     """
     scope = program.common_scope(scopes)
     while scope != ROOT_SCOPE and len(program.calls.get(program.scopes[scope].fqn, ())) != 1:

@@ -51,7 +51,7 @@ def training_chunk(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrit
 
 @derived
 def _tried(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite | CannotChunk:
-    """Return the rewrite, or why there is none: searches ask for the modules around every peak again."""
+    """Return the rewrite, or why there is none; kept, since searches ask for the modules around every peak again."""
     try:
         return _rewrite(program, chunk, device)
     except CannotChunk as error:
@@ -62,13 +62,13 @@ def _rewrite(program: Program, chunk: Chunk, device: DeviceSpec) -> Rewrite:
     span = ChunkSpan.of(program, chunk)
     _check_plain(span)
     is_rest = chunk.span == "rest"
-    # Layers repeat, so the rewrite of one module serves for all that are alike.
+    # Layers repeat, so the rewrite of one module serves for all that are alike; the rest of a step does not repeat.
     rehearsed = {} if is_rest else _rewrites(program, msgspec.structs.replace(chunk, unit=""), device)
-    # What cannot run in slices in the step as it was recorded is not tried with decisions about other modules. What
-    # can is rehearsed there, once for all that may be settled, and most of it goes over.
+    # With decisions about other modules (``settled_from``), the step as it was recorded is asked first: a chunk that
+    # cannot run there is refused here, too, and most rewrites from there can be transferred.
     known = [((step, span.scope), training_chunk(step, chunk, device)) for step in settled_from(program)]
     known += (((program, scope), rewrite) for scope, rewrite in rehearsed.items())
-    # Tried with one of each kind so far. Where none goes over, the module is of another kind, and is rehearsed.
+    # One rewrite is known of each kind of module. If none can be transferred, the module is of a new kind: rehearsed.
     here = program, span.scope
     kin = ((kinship_of_calls(call, here, to_end=is_rest), rewrite) for call, rewrite in known)
     found = transferred(kin, span.scope)
@@ -95,8 +95,8 @@ def _check_plain(span: ChunkSpan) -> None:
 def _check_whole(run: DeferredRun, own: Collection[int]) -> None:
     """Refuse a module whose forward pass on whole tensors would not be the recorded one.
 
-    The executor computes the outputs where the module returns, which is where the recording has these ops only if
-    nothing else runs in between.
+    The executor runs the ops when the module returns. The recording has them at the same place only if nothing else
+    runs in between.
     """
     program, span = run.program, run.span
     for i in run.ran:
@@ -105,7 +105,7 @@ def _check_whole(run: DeferredRun, own: Collection[int]) -> None:
         if program.ops[i].name in OUT_OF_PLACE or any(is_computation(op.name) for op in run.ran[i].ops):
             raise CannotChunk(f"{program.ops[i].name} runs otherwise on what is deferred")
     for i in own:
-        # A cast of a weight would be there before the ops of the module, and not between two of them.
+        # A cast of a weight, for one, would run before the module's ops instead of between two of them.
         if is_computation(program.ops[i].name):
             raise CannotChunk(f"{span.unit!r} computes something from its parameters alone")
 

@@ -24,7 +24,7 @@ class SampledSlices:
 
     Attributes:
         windows: begin and end, in the region's axis, of tensors that have only a part of it, such as shifted ones. A
-            slice may lie in one, beside it or across its edge.
+            slice may lie inside such a window, outside, or across its edge.
     """
 
     def __init__(self, rehearsal: Rehearsal) -> None:
@@ -35,12 +35,12 @@ class SampledSlices:
 
     def __call__(self, slices: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """Yield the slices that run."""
-        # The last one is no part of any run: it may be shorter, and a loop of one slice has only that.
+        # The last slice counts for itself: it may be shorter, and a loop of one slice has no other.
         *every, last = slices
         chosen: list[tuple[tuple[int, int], int]] = []
         for _, same in groupby(every, self._lengths):
             first, *others = same
-            chosen += [(first, 1), *((each, len(others)) for each in others[:1])]
+            chosen += [(first, 1), *((second, len(others)) for second in others[:1])]
         marks: list[tuple[int, int]] = []
         self._loops.append(marks)
         for bounds, times in (*chosen, (last, 1)):

@@ -3,8 +3,8 @@
 The nodes of a graph are the gaps between ops, 0 to n. There are two kinds of edges:
 
 - from i to i + 1, at no cost, if op i fits as it is: ``total[i] <= budget``;
-- over a stretch, from its first op to behind the last one whose memory it changes, at the cost of its slices. It needs
-  ``outside <= budget`` and ``base + inside(slices) <= budget``, and has the fewest slices for which that holds.
+- over a stretch, from before its first op to after the last one whose memory it changes, at the cost of its slices. It
+  needs ``outside <= budget`` and ``base + inside(slices) <= budget``, and has the fewest slices for which that holds.
 
 All edges go forward, so one sweep from left to right finds the cheapest path from 0 to n. For the smallest peak the
 same sweep minimises the maximum along a path instead of the sum.
@@ -40,8 +40,8 @@ from sacplan.techniques.chunk.regions import Candidate, candidates, unit_scope
 from sacplan.techniques.chunk.stretches import stretch_rewrite
 
 _ROUNDS = 12  # of correcting estimates
-_SLACK = 1.01  # factor by which a limit rises that estimates say can be reached, where it cannot
-_TINY_MS = 1e-7  # cost of a stretch at least: the fewer, the better
+_SLACK = 1.01  # factor by which a limit rises that can be reached by the estimates, but not as measured
+_TINY_MS = 1e-7  # added to the cost of a stretch: of equal paths, the one with fewer stretches is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ _Pick: TypeAlias = tuple[Candidate, int]
 class StretchSearch:
     """Finds stretches for a program on a device. It remembers what it has measured, so that several budgets share it.
 
-    ``pins``: ops that it pins are in no loop, and modules that must not be units are none.
+    ``pins``: no loop runs the ops that they keep, and no stretch is named by a module that must not be a unit.
     """
 
     def __init__(self, program: Program, spec: DeviceSpec, pins: Pins = NO_PINS) -> None:
@@ -75,7 +75,7 @@ class StretchSearch:
         self.tried: dict[tuple[Chunk, ...], MeasuredStretches] = {}
         self._total: list[int] = program.liveness.at_op.tolist()
         self._is_minimised = False
-        # The step as it is holds some budgets, and is where the search for the smallest peak begins.
+        # The step without stretches is within some budgets, and is where the search for the smallest peak begins.
         self._measure(())
 
     @functools.cached_property
@@ -91,16 +91,16 @@ class StretchSearch:
         return found
 
     def solve(self, budget: int) -> MeasuredStretches:
-        """Search for the least extra time within a budget; if nothing holds that, for the smallest peak."""
+        """Search for the least extra time within a budget; if nothing fits, for the smallest peak."""
         if self.program.footprint.peak_bytes > budget:
             self._close_loop(budget)
-            # By its own limits, the search for the smallest peak may come upon a path that holds the budget.
-            if not self._holding(budget):
+            # The search for the smallest peak tries other limits, and may come upon a path within the budget.
+            if not self._within(budget):
                 self._minimise()
-        found = self._holding(budget)
-        return min(found, key=lambda f: (f.extra_ms, f.peak_bytes)) if found else self._smallest
+        fitting = self._within(budget)
+        return min(fitting, key=lambda f: (f.extra_ms, f.peak_bytes)) if fitting else self._smallest
 
-    def _holding(self, budget: int) -> list[MeasuredStretches]:
+    def _within(self, budget: int) -> list[MeasuredStretches]:
         return [found for found in self.tried.values() if found.peak_bytes <= budget]
 
     @property
@@ -110,8 +110,8 @@ class StretchSearch:
     def _minimise(self) -> None:
         """Search for the smallest peak.
 
-        The limit to reach is the least that estimates allow. Where measuring teaches nothing new and it was not
-        reached, the limit rises a little. This ends when a measured peak is as low as the limit.
+        The limit to reach is the least that estimates allow. If a round measures nothing new, the limit rises a little.
+        The search ends when a measured peak is as low as the limit, or after ``_ROUNDS``.
         """
         slack = 1.0
         for _ in range(0 if self._is_minimised else _ROUNDS):
@@ -127,6 +127,7 @@ class StretchSearch:
     # --- the closed loop ---
 
     def _close_loop(self, budget: int) -> None:
+        """Measure cheapest paths and correct the estimates, until one is within the budget or there is no path."""
         asked = budget
         for _ in range(_ROUNDS):
             picks = self._cheapest(asked)
@@ -138,9 +139,9 @@ class StretchSearch:
             if found.peak_bytes <= budget:
                 return
             corrected = self._learn(picks, decisions)
-            # Nothing new to learn at this limit, and the peak is too high: ask for less by what is missing.
+            # Nothing new to learn, and the peak is too high: the limit goes down by what the estimates leave out.
             if known or not corrected:
-                asked -= max(1, found.peak_bytes - budget)  # what estimates leave out altogether
+                asked -= max(1, found.peak_bytes - budget)
 
     def _learn(self, picks: Sequence[_Pick], decisions: Sequence[Chunk]) -> bool:
         """Replace estimates of the picked loops by what they take; return whether any was wrong."""
@@ -180,7 +181,7 @@ class StretchSearch:
         A stretch is left out where all ops that it replaces fit as they are, since the path passes there at no cost.
         That is so for most of them if the step has its peak in one place.
         """
-        # ``above[i]`` is the number of ops before i that do not fit: an edge is wanted if some lie below it.
+        # ``above[i]`` is the number of ops before i that do not fit: a stretch is wanted only if it replaces some.
         above = [0, *accumulate(total > budget for total in self._total)]
         # The same sweep with sums: ``cost[i]`` is final when i is reached.
         cost = [0.0] + [math.inf] * self.flow.n_ops
@@ -243,7 +244,7 @@ class StretchSolver:
     techniques: tuple[str, ...] = ("chunk",)
 
     def proposals(self, step: PlanStep, budget_bytes: int) -> Sequence[tuple[Chunk, ...]]:
-        """Propose the stretches with the least time in a budget; if none hold it, those with the smallest peak."""
+        """Propose the stretches with the least time within a budget; if none fit, those with the smallest peak."""
         if step.device is None:
             raise PlanError("stretches are planned for a device; it was not given.")
         return (stretch_search(step.program, step.device, step.pins).solve(budget_bytes).decisions,)

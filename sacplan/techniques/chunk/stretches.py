@@ -45,7 +45,7 @@ class PlacedStretch:
         decision: the decision.
         members: the ops of the loop, with views of what they make.
         end: the last of them, in whose place the loop runs.
-        exits: by op, the positions of its outputs that are needed after the loop, each with the last version of its
+        exits: by op, its outputs that are needed after the loop: their positions, each with the last version of its
             storage.
         inputs: the tensors that the loop reads, in the order of first use.
         waiting: the storages of these that the step frees before the loop.
@@ -67,7 +67,7 @@ def stretch_rewrite(program: Program, decision: Chunk, device: DeviceSpec) -> Re
         PlanError: a stretch that the program does not have, or that cannot run in slices as it says.
     """
     stretch, d = placed(program, decision), decision
-    # What ops do not tell: how the loop is cut, what is needed of it, and which inputs wait for it.
+    # The kind of a stretch is what its ops do not tell: how it is cut, what is read after it, and which inputs wait.
     late = tuple(program.tensors[t].storage in stretch.waiting for t in stretch.inputs)
     alike = _rehearsed_stretches(program, (d.slices, d.dim, d.outer, d.inner, d.exits, late), device)
     kin = ((_kinship(program, other, stretch), rewrite) for other, rewrite in alike)
@@ -95,7 +95,7 @@ def placed(program: Program, decision: Chunk) -> PlacedStretch:
     """Return a decision's place in the call of its unit, which must be the only one: sites do not tell calls apart.
 
     Raises:
-        PlanError: the call does not have its sites, or it does not fit to what they are.
+        PlanError: the call does not have the decision's sites, or their ops are not as the decision says.
     """
     calls = program.calls.get(decision.unit, ())
     ops = ops_by_site(program, calls[0]) if len(calls) == 1 else {}
@@ -110,13 +110,13 @@ def placed(program: Program, decision: Chunk) -> PlacedStretch:
     made: set[int] = set()
     for i in range(sites[0], end + 1):
         op = program.ops[i]
-        # Sites name ops that compute. Views of what the loop makes belong to it as well; an op in between that
-        # computes something else from it would read what is not there yet.
+        # Sites name ops that compute. Views of what the loop makes belong to the loop as well; any other op in between
+        # that reads its results would read what is not there yet.
         reads = not made.isdisjoint(op.inputs)
         if i in inside or (reads and is_alias(op.name)):
             members.append(i)
             made.update(flow.outputs[i])
-        elif reads:  # the loop runs only at the end
+        elif reads:
             raise PlanError(f"{name} makes what {op.name} reads before that.")
     # A plan names an exit by its position among the sites, the patch by its op. Members are in order, so later versions
     # of a storage replace earlier ones.
@@ -129,8 +129,8 @@ def placed(program: Program, decision: Chunk) -> PlacedStretch:
         exits[sites[position]][output] = latest.get(flow.origin[storage], storage)
     inputs = flow.inputs_of(members)
     storages = dict.fromkeys(flow.storage[t] for t in inputs)
-    before = program.liveness.op_events[end]
-    waiting = tuple(s for s in storages if program.liveness.freed[s] < before)
+    loop_event = program.liveness.op_events[end]
+    waiting = tuple(s for s in storages if program.liveness.freed[s] < loop_event)
     return PlacedStretch(decision, tuple(members), end, exits, tuple(inputs), waiting)
 
 
@@ -149,7 +149,7 @@ def _rehearsed(program: Program, stretch: PlacedStretch, device: DeviceSpec) -> 
     with rehearsal.running():
         allocated = _deferred(program, stretch, loop, rehearsal)
         in_slices, seen = rehearsal.seen(partial(loop.run, sampled))
-    # The engine then ran all ops whole. That is no error in a step, but a plan must not count on it.
+    # If not, the engine has run all ops whole. That is no error in a step, but a plan must not count on it.
     if not in_slices:
         raise PlanError(f"the stretch of unit {d.unit!r} that ends with {d.sites[-1]} cannot run in slices.")
     draft, scope = PatchBuilder(program), program.ops[stretch.end].scope
@@ -159,12 +159,12 @@ def _rehearsed(program: Program, stretch: PlacedStretch, device: DeviceSpec) -> 
         at = int(program.liveness.op_events[i])
         draft.events[at] = tuple(rehearsal.into(draft, buffers, Phase.FORWARD, program.ops[i].scope))
     events = sampled.into(draft, seen, Phase.FORWARD, scope)
-    # Nothing is alive at first: the inputs and the buffers of the exits belong to the step around the loop.
+    # Only what the loop makes is counted: the inputs and the buffers of the exits belong to the step around it.
     fold, loop_bytes = Fold(program, draft.patch(), initial=()), 0
     for code, arg in events:
         fold.step(code, arg)
         loop_bytes = max(loop_bytes, fold.noted)
-    # The loop reads at the end what its ops read before, so the step may not have freed it by then.
+    # Inputs that the plain step frees before the end (``waiting``) are read by the loop, and so freed after it.
     at = int(program.liveness.op_events[stretch.end])
     draft.events[at] = (*draft.events[at], *events, *((_FREE, s) for s in stretch.waiting))
     added_ms = sum(op.time_ms for op in draft.ops.new) - removed_ms

@@ -1,4 +1,4 @@
-"""The technique "chunk": run ops in slices, so that what they make inside is never there as a whole."""
+"""The technique "chunk": run ops in slices, so that their intermediate tensors never exist as a whole."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Chunking(Technique):
     how = "however finely its ops are sliced"
 
     def offers(self, step: PlanStep, peak: Footprint | None) -> Sequence[Offer]:
-        """Offer the loss in slices, or if a peak is known, the modules that make it."""
+        """Offer the loss in slices; if a peak is given, the modules around it instead."""
         if not step.gradients or step.device is None or (peak and peak.peak_phase == Phase.OPTIMIZER):
-            return ()  # inference has a solver of its own; no chunk lowers a peak in the optimizer
+            return ()  # inference has its own solver; chunks need a device; none lowers a peak in the optimizer
         if steps_in_backward(step.program):
             return ()  # slices add up the gradients of a parameter, whose hook would run for each of them
         program, device, pins = step.program, step.device, step.pins.outside
@@ -53,14 +53,14 @@ class Chunking(Technique):
         return [offer_of(step, loss.chunks)] if loss.chunks else []
 
     def settled(self, step: PlanStep, peak: Footprint, decisions: Sequence[Decision]) -> Sequence[Decision]:
-        """Run the backward pass of the module at the peak, and of all that are alike, in slices."""
+        """Return chunks of the backward pass of the module at the peak, and of all modules that are alike."""
         if not step.gradients or step.device is None or peak.peak_phase != Phase.BACKWARD:
             return ()
         known, pins = [one for one in decisions if isinstance(one, Chunk)], step.pins.outside
         return backward_chunks(step.program, peak.peak_scope, step.device, pins, known)
 
     def solvers(self, step: PlanStep) -> Sequence[StepSolver]:
-        """Return the path through stretches of ops if there are no gradients."""
+        """Return the search for a path through stretches of ops, for steps without gradients."""
         return () if step.gradients else (StretchSolver(),)
 
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
@@ -92,7 +92,7 @@ class Chunking(Technique):
 
 
 def _chunks(decisions: Sequence[Decision]) -> list[Chunk]:
-    """Return the chunks among decisions; in a plan for inference there are no other decisions."""
+    """Return the chunks among decisions; raise ``PlanError`` if there are stretches and other decisions."""
     found = [one for one in decisions if isinstance(one, Chunk)]
     stretches = sum(one.span == "stretch" for one in found)
     if stretches and stretches != len(decisions):

@@ -60,12 +60,12 @@ def leave_module(run: DeferredRun) -> RehearsedLoop:
     """Compute the module's outputs, and expect their gradients in slices.
 
     Raises:
-        CannotChunk: the module has no sliced output, or its gradient goes through it unchanged.
+        CannotChunk: nobody reads an output, or one is not sliced, or the gradient of one goes through unchanged.
     """
     program, span, lazy = run.program, run.span, run.tensors.lazy
     unit = span.unit
     outputs: dict[int, None] = {}
-    views: set[int] = set()  # that others take of the outputs, perhaps as the module did
+    views: set[int] = set()  # of outputs, taken outside: lazy as well if the module took the same view
     # Outputs are what others read after the call. Backward ops of the module itself read its inside, which is
     # lazy again by then.
     for op in program.ops[span.end_op :]:
@@ -82,9 +82,9 @@ def leave_module(run: DeferredRun) -> RehearsedLoop:
     if span.runs_whole:
         _check_same_ops(run, seen)
     maker = {t: i for i in run.ran for t in program.ops[i].outputs}
-    lazy.clear()  # those that autograd keeps are found where they were saved
+    lazy.clear()  # those that autograd keeps are in ``saved``
     if any(maker[t] not in backward_ops(program) for t in outputs):
-        # Such as a residual sum: what comes in would be read by several ops, inside and outside.
+        # A residual sum, for one: ops inside and outside would read the gradient that comes in.
         raise CannotChunk(f"the gradient of what {unit!r} returns goes through its last op as it is")
     for t, value, tensor in zip(outputs, values, made, strict=True):
         run.is_there(t, tensor)
@@ -104,14 +104,14 @@ def run_final_loop(run: DeferredRun, exits: dict[int, Lazy], outputs: frozenset[
 
     Args:
         run: with all ops deferred. Its lazy tensors are let go of.
-        exits: by tensor of the program, what leaves. They are let go of.
+        exits: by tensor of the program, what leaves. Empty afterwards: its tensors are let go of.
         outputs: tensors that the module returns.
     """
     died, tensors = run.program.liveness.died, run.program.tensors
     end = int(run.program.liveness.op_events[run.last])
     handles = _lazy_handles(run, outputs)
-    # Such as a loss that code still refers to: alive at the end of the loop, so it is computed along. The gradient with
-    # which the backward pass began is a number, too, and was there before.
+    # Numbers that code still refers to at the end of the loop, such as a loss, are computed along; not the gradient
+    # with which the backward pass began (``given``), which was there before.
     numbers = {
         t: lazy.value
         for t, lazy in run.tensors.lazy.items()
@@ -129,7 +129,7 @@ def run_final_loop(run: DeferredRun, exits: dict[int, Lazy], outputs: frozenset[
     ops: set[int] = set()
 
     def loop() -> dict[int, torch.Tensor]:
-        """As an entry node does: numbers that are still referred to are computed along, and kept."""
+        """Compute what leaves and, as an entry node does, the numbers that are still referred to, which are kept."""
         pending = [value for value in run.region.pending if value not in gradients]
         nodes = needed_nodes([*gradients, *pending])
         inputs = [x for node in nodes for x in node.inputs]
@@ -156,10 +156,10 @@ def _lazy_handles(run: DeferredRun, outputs: frozenset[int]) -> frozenset[int]:
     for handle, (t, op) in enumerate(zip(program.handle_tensors, program.handle_ops, strict=True)):
         if op not in span.forward or t in outputs:
             continue  # taken by an op outside, or on an output, which is real
-        in_module = op < span.end_op and (
+        lazy_inside = op < span.end_op and (
             t in tensors.inside or program.handle_storages[handle] in tensors.storages
         )
-        if in_module or t in tensors.lazy:
+        if lazy_inside or t in tensors.lazy:
             found.add(handle)
     return frozenset(found)
 
@@ -175,7 +175,7 @@ def _check_let_go(run: DeferredRun, exits: dict[int, Lazy], end: int) -> None:
     for s in {program.tensors[t].storage for t, each in lazy if each.value.sliced} - kept:
         made_by = program.writer.get(s, -1)
         if made_by not in run.ran or program.ops[made_by].phase is not Phase.FORWARD:
-            continue  # code refers to what the forward pass made; autograd's own references end with the loop
+            continue  # only what the forward pass made: autograd's references to other results end with the loop
         freed = [at for at in liveness.events_of[s] if program.events[at] == (_FREE, s)]
         if not freed or freed[-1] > end:
             what = f"what {program.ops[made_by].name} makes, {program.storage_bytes[s]} bytes,"

@@ -6,11 +6,11 @@ for each tensor of the program that depends on what entered and is not reduced t
 - A forward op is deferred if it reads a lazy tensor.
 - A backward op is deferred if it reads one and belongs to the chunk: its forward op was deferred, or is one that the
   module runs on its parameters alone.
-- A backward op that reads a lazy tensor and does not belong is where a result leaves: the loop must have run by then.
+- Any other backward op that reads a lazy tensor is where a result leaves: the loop must have run by then.
 
 A gradient leaves as a whole only if it is that of what entered or of a parameter, since the executor has one autograd
 node, at the entry, which gets all of them at once. Everything that would differ from this in the executor is refused.
-The checks are conservative: some that they refuse could run.
+The checks are conservative: some chunks that they refuse could run.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ForwardWalk:
         self._own_storages: set[int] = set()
 
     def walk(self) -> None:
-        """Defer them.
+        """Defer the forward ops.
 
         Raises:
             CannotChunk: an op cannot be deferred, or would not be computed as in the plain step.
@@ -59,13 +59,13 @@ class ForwardWalk:
             in_module = i < span.end_op
             known = tensors.known(op, in_module)
             if any(t in known for t in op.inputs):
-                before = {t: known[t] for t in op.inputs if t in known}
+                read = {t: known[t] for t in op.inputs if t in known}
                 self._check_reads(op, known)
                 if span.begins in op.reads:
                     self.entry_read_outside |= not in_module
                     hands_on |= in_module and self._hands_on_gradient(i, op, known)
                 run.defer(i, op, known)
-                tensors.saved[i] = before | {t: known[t] for t in op.outputs if t in known}
+                tensors.saved[i] = read | {t: known[t] for t in op.outputs if t in known}
             elif tensors.storages.intersection(op.reads):
                 # The memory is sliced, but no op made this view of it: a storage that is reinterpreted.
                 raise CannotChunk(f"{op.name} reads what is sliced in another layout")
@@ -73,7 +73,7 @@ class ForwardWalk:
                 self.own.add(i)
                 self._own_storages.update(op.writes)
             elif span.is_module and in_module and is_computation(op.name):
-                # What a kernel makes besides, such as a mask, it may make otherwise for what is lazy.
+                # It may be an extra result of a kernel, such as a mask, that could differ for lazy tensors.
                 raise CannotChunk(f"{op.name} in {span.unit!r} computes something that is not sliced")
         if hands_on and self.entry_read_outside:
             # The gradients that are added up may then be one tensor, or views of one, and the recording does not tell
@@ -92,14 +92,14 @@ class ForwardWalk:
         def of_that_size(found: Iterable[int]) -> list[int]:
             return [t for t in found if "float" in tensors[t].dtype and math.prod(tensors[t].shape) == size]
 
-        # Each such input has a gradient of its own, unless one is handed on. What its formula makes and reads again is
-        # a temporary.
-        asked = [t for t in of_that_size(op.inputs) if t in known or self._is_own(tensors[t].storage)]
+        # Each input of that size has a gradient of its own, unless one is handed on. What the formula makes and reads
+        # again is a temporary and no gradient.
+        inputs = [t for t in of_that_size(op.inputs) if t in known or self._is_own(tensors[t].storage)]
         ran = (program.ops[i] for i in backward_ops(program).get(index, ()))
         formula = [one for one in ran if is_computation(one.name) and one.name not in _ADDITIONS]
-        made = {tensors[t].storage for one in formula for t in of_that_size(one.outputs)}
-        made.difference_update(s for one in formula for s in one.reads)
-        return any("float" in tensors[t].dtype for t in op.outputs) and len(made) < len(asked)
+        gradients = {tensors[t].storage for one in formula for t in of_that_size(one.outputs)}
+        gradients.difference_update(s for one in formula for s in one.reads)
+        return any("float" in tensors[t].dtype for t in op.outputs) and len(gradients) < len(inputs)
 
     def _is_own(self, storage: int) -> bool:
         return self.program.storage_kinds[storage] is StorageKind.PARAMETER or storage in self._own_storages
@@ -107,8 +107,8 @@ class ForwardWalk:
     def _check_reads(self, op: Op, known: Mapping[int, Lazy]) -> None:
         """Refuse an op that also reads something differentiable that did not come through the entry.
 
-        The executor's node returns gradients for what entered and the module's parameters only. Another one would be
-        computed in a loop of its own, which the program does not show.
+        The executor's node returns gradients for what entered and the module's parameters only. Any other gradient
+        would be computed in a loop of its own, which the program does not show.
         """
         program, span = self.program, self.span
         sliced = any(known[t].value.sliced for t in op.inputs if t in known)
@@ -131,14 +131,14 @@ class BackwardWalk:
     """Defers the backward ops of a chunk, and finds its results.
 
     Args:
-        forward: after its walk, and if the span is a module, after the outputs of that were computed.
+        forward: the walk through the forward ops, which is over; so is ``leave_module`` if the span is a module.
         outputs: tensors that the module returns.
 
     Attributes:
-        exits: the results: lazy tensors that an op reads which is not deferred.
-        boundary: these ops.
-        copied: those of them that add in place to a result that is not the module's. In the executor it is a lazy
-            tensor, to which autograd adds out of place.
+        exits: the results: lazy tensors that are read by an op that is not deferred.
+        boundary: the ops that read them.
+        copied: ops of ``boundary`` that add in place to a result that is not the module's. In the executor the result
+            is a lazy tensor, to which autograd adds out of place.
         temporaries: by storage that a backward formula makes and frees again, the formula's forward op.
     """
 
@@ -150,14 +150,14 @@ class BackwardWalk:
         self.copied: set[int] = set()
         self.temporaries: dict[int, int] = {}
         self._inner: set[int] = set()  # storages that backward ops of the module have made
-        self._upstream: set[int] = set()  # storages that backward ops make that were not deferred
-        self._expanded: set[int] = set()  # incoming gradients: computed where the plain step does
+        self._upstream: set[int] = set()  # storages made by backward ops that were not deferred
+        self._expanded: set[int] = set()  # incoming gradients: lazy, but there as a whole
         # Those of ``_expanded`` that are, unchanged, also the gradient of a tensor inside: see ``_hands_on_gradient``.
         self._handed_on: set[int] = set()
         self._n_met = 0  # gradients of what entered that were added to one from elsewhere
 
     def walk(self) -> None:
-        """Defer them.
+        """Defer the backward ops.
 
         Raises:
             CannotChunk: an op cannot be deferred, a result leaves that the executor could not return there, or
@@ -201,15 +201,15 @@ class BackwardWalk:
             raise CannotChunk(f"nothing that is computed from the input of {unit!r} is differentiated")
         if program.ops[self.run.last].phase is not Phase.BACKWARD:
             raise CannotChunk(f"no backward op belongs to the forward pass behind {unit!r}")
-        # Such a gradient is asked for by name, torch.autograd.grad(energy, positions), and the formulas of the others
-        # do not run. The entry's node has one formula for all of them, and it runs once: a loss function may call
-        # ``backward`` itself, and return another loss of the same values.
+        # A gradient inside a forward pass is asked for by name, torch.autograd.grad(energy, positions), and no formulas
+        # of other gradients run. The entry's node has one formula for all gradients. It runs only once, but a loss
+        # function may call ``backward`` itself, and return another loss of the same values.
         first = next(i for i in self.run.ran if program.ops[i].phase is Phase.BACKWARD)
         if any(op.phase is Phase.FORWARD for op in program.ops[first:]):
             raise CannotChunk(f"the gradient of what {unit!r} computes is taken inside a forward pass")
 
     def _run_outside(self, index: int, op: Op, known: Mapping[int, Lazy], lazy: Sequence[int]) -> None:
-        """An op runs where it ran. What it reads that is lazy leaves the chunk."""
+        """Leave an op where it ran. The lazy tensors that it reads leave the chunk."""
         self._upstream.update(op.writes)
         if lazy:
             self._check_exits(op, lazy)
@@ -219,12 +219,12 @@ class BackwardWalk:
                 op.mutates
                 and op.inputs[0] in lazy
                 and self.program.tensors[op.inputs[0]].storage not in self._inner
-                # The module's own gradient may be a sum that the program adds up in what came in.
+                # The module's own gradient may be a sum that the program adds up in the incoming one.
                 and self.program.tensors[op.inputs[0]].storage not in self.run.tensors.given
             ):
                 self.copied.add(index)
         for t in op.outputs:
-            # A view of what has left: others read it as it is from here on.
+            # An output may be a view of what has left: from here on others read it as a real tensor.
             self.run.tensors.lazy.pop(t, None)
 
     def _makes_temporary(self, index: int, op: Op) -> bool:
@@ -236,10 +236,10 @@ class BackwardWalk:
         made = {tensors[t].storage for t in op.outputs} - {tensors[t].storage for t in op.inputs}
         if not made or any(s in writer for s in made):
             return False  # a view, or a result that the program allocates by itself
-        known = self.run.tensors
-        saved = known.saved.get(op.forward_of, {})
+        lazy = self.run.tensors.lazy
+        saved = self.run.tensors.saved.get(op.forward_of, {})
         following = takewhile(lambda o: o.forward_of == op.forward_of, islice(self.program.ops, index, None))
-        return any(t in saved or t in known.lazy for later in following for t in later.inputs)
+        return any(t in saved or t in lazy for later in following for t in later.inputs)
 
     def _meets(self, op: Op, known: Mapping[int, Lazy]) -> bool:
         """Whether another gradient of the module's input is added to the one that the entry's node makes."""
@@ -248,8 +248,8 @@ class BackwardWalk:
         tensors, like = self.program.tensors, self.program.tensors[self.span.tensor]
         outside = {t for t in op.inputs if t not in known or t in self._expanded}
         if self.forward.entry_read_outside and not outside:
-            # What else reads the input is in the loop, too. Its gradient waits, lazy, for that of the entry's node, and
-            # leaves the loop beside it.
+            # The input's other readers are in the loop, too. Their gradient waits, lazy, for that of the entry's node,
+            # and leaves the loop together with it.
             inner = {t for t in op.inputs if tensors[t].storage in self._inner}
             return len(inner) == 1 and all(tensors[t].shape == like.shape for t in op.inputs)
         inside = self._handed_on.intersection(op.inputs)

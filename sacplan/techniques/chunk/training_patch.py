@@ -32,7 +32,7 @@ _Events = dict[int, list[tuple[int, int]]]
 
 
 class ChunkPatch:
-    """Writes the patch.
+    """Writes the patch of a rehearsed chunk.
 
     Args:
         run: the deferred ops.
@@ -69,7 +69,7 @@ class ChunkPatch:
             events[self._at(i)] = self._put(self.run.ran[i], op.phase, op.scope)
         made_at = {program.tensors[t].storage: self.end for t in results}
         made_at |= {program.tensors[t].storage: -1 if self.whole else self.exit for t in outputs}
-        # After the deferred ops, and with ``setdefault``: what runs in the place of one stays.
+        # After the deferred ops above: ``_drop_lazy`` leaves alone the events that have taken their place.
         self._drop_lazy(made_at)
         self._free_after_use({program.tensors[t].storage for t in outputs})
         if self.left is not None:
@@ -90,13 +90,13 @@ class ChunkPatch:
         # First what the loop held goes, then the additions that wait for its results run.
         after = [(_DROP, instance), *((_RELEASE, handle) for handle in until_end)]
         moved = self._put_off()
-        # What lets go of a gradient as soon as it is there, such as a hook of the optimizer, does so behind the loop.
+        # Gradients that are let go of as soon as they are there, as by a hook of the optimizer, go after the loop.
         early = [(_FREE, s) for s in self._freed_early(made_at)]
-        after += [*moved, *(one for one in early if one not in moved)]
+        after += [*moved, *(free for free in early if free not in moved)]
         after += [(_FREE, self.run.rehearsal.stands_for(made)) for made in summed]
         events[self.end] += [(_UNPACK, instance), *body, *after]
         gone = frozenset(self.deferred)
-        draft.events.update((at, tuple(each)) for at, each in events.items())
+        draft.events.update((at, tuple(replacing)) for at, replacing in events.items())
         removed_ms = sum(program.ops[i].time_ms for i in gone)
         added_ms = sum(op.time_ms for op in draft.ops.new) - removed_ms
         return Rewrite(draft.patch(), gone, added_ms, frozenset(self.held))
@@ -110,9 +110,9 @@ class ChunkPatch:
     def _name_results(self, results: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
         """Let what the loops make stand for the program's storages; return those that cannot.
 
-        The program may add to an incoming gradient in place, and calls the sum by the storage of that gradient. The
-        loop reads it and makes another of its size. So the program's storage stands for that one when the loop is over,
-        and what the loop has made is freed there.
+        The program may add to an incoming gradient in place, so that the sum has the storage of that gradient. The loop
+        reads the gradient and makes the sum in memory of its own. After the loop the program's storage stands for the
+        sum, and what the loop has made is freed.
         """
         summed: dict[int, torch.Tensor] = {}  # by storage: several may be views of one
         for t, made in results:
@@ -162,16 +162,16 @@ class ChunkPatch:
         ]
 
     def _free_after_use(self, outputs: Collection[int]) -> None:
-        """Free what ops of a forward pass that runs whole make for each other, as ``compute_whole`` lets go of it."""
+        """Free what ops of a forward pass that runs whole make for each other, where ``compute_whole`` lets it go."""
         last = {s: i for i in self.whole for s in (*self.program.ops[i].reads, *self.program.ops[i].writes)}
         for s, i in last.items():
             if s in self.run.tensors.storages and s not in outputs:
                 self.events[self._at(i)].append((_FREE, s))
 
     def _hold(self) -> list[int]:
-        """Take handles on what the loops read that no loop makes: what enters, and what deferred ops read besides.
+        """Take handles on what the loops read and do not make: what enters, and what else deferred ops read.
 
-        What only an earlier loop reads is let go of after that one: a loop for a number, or for a module's outputs.
+        What only an earlier loop reads, one for a number or for a module's outputs, is let go of after that loop.
 
         Returns:
             Handles that are held until the final loop is over; the first is that on what enters.
@@ -204,7 +204,7 @@ class ChunkPatch:
         return until_end
 
     def _over(self, storage: int, op: int) -> int:
-        """Return the event at which the last loop is over that reads a storage for an op; -1: the final one."""
+        """Return the event at which the last loop that reads a storage for an op is over; -1: the final loop."""
         if storage in self.run.tensors.given or op in self.final.ops:
             return -1
         for i in self.run.computed:
@@ -219,11 +219,10 @@ class ChunkPatch:
         return [(_ALLOC, made), (_OP, op), (_FREE, made)]
 
     def _put_off(self) -> list[tuple[int, int]]:
-        """Move additions to a gradient that leaves behind the loop, which makes that gradient.
+        """Move additions to a gradient that leaves the chunk to after the loop that makes it; return their events.
 
-        The program may have them earlier, where the gradient of another use was there.
-
-        What they read and write is freed behind them. Returns the moved events, in their order.
+        The program may run them earlier, when the gradient of another use was there. What they read and write is freed
+        after them.
         """
         program = self.program
         freed: set[int] = set()

@@ -1,4 +1,4 @@
-"""The options of a region: what recomputation leaves there may wait on the host instead.
+"""The options of a region: what recomputation leaves on the device may wait on the host instead.
 
     found = Offloads.of(step).options(region)
 
@@ -7,9 +7,9 @@ region's options to recompute, what they still keep may be away: all of it, the 
 tensor that recomputation reads has to be back when that runs.
 
 When a tensor is let go of, and when it is fetched, follows from predicted times: the copies of a region are put on the
-link one after the other, and the places are the first op by which they are out, and the last weight that autograd asks
-for early enough. So a tensor is on the device no longer than the link needs, and the places are fixed: what an option
-does to memory adds up with that of the other regions.
+link one after the other. A tensor is let go of at the first op by which it is out, and fetched at the last weight that
+autograd asks for early enough. So a tensor is on the device no longer than the link needs, and the places are fixed:
+what an option does to memory adds up with what options of other regions do.
 
 The price of an option is what computation has to wait at the region's borders, whatever other regions do. All other
 copies hide behind computation together: an option says when they take the link (``Copies``), and a solver adds them up
@@ -143,7 +143,7 @@ class Offloads:
         return best
 
     def options(self, region: Region) -> Iterator[Option]:
-        """Yield the options of a region beside those that it has."""
+        """Yield further options of a region, in which tensors are away."""
         unit = self._unit_of_region(region)
         if unit is None or unit not in self.units:
             return
@@ -163,12 +163,12 @@ class Offloads:
             )
             kept = [s for s in self._kept(candidates, gone) if self._leaves(unit, s)]
             for chosen in self._sets(kept, inside):
-                lazy = self._option(unit, kept_bytes, members, gone, patch, chosen, self._stops[-1])
-                yield lazy
+                late = self._option(unit, kept_bytes, members, gone, patch, chosen, self._stops[-1])
+                yield late
                 # Over a slow link the copies of many regions would be under way at once: wait at the end of this one.
                 latest = max((op for op in self._stops if op in inside), default=-1)
                 prompt = self._option(unit, kept_bytes, members, gone, patch, chosen, latest)
-                if prompt.signature != lazy.signature:
+                if prompt.signature != late.signature:
                     yield prompt
             # For the smallest peak, copies come back no earlier than they must, though computation waits for them.
             if kept:
@@ -176,40 +176,40 @@ class Offloads:
                 yield self._option(unit, kept_bytes, members, gone, patch, every, last, early=False)
 
     def _bases(self, region: Region, inside: frozenset[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield members to recompute that the unit runs, and the bytes that are then kept, before anything is away."""
+        """Yield the bytes kept, with nothing away, if members that the unit runs are recomputed; and these members."""
         known = [o for o in region.options if o.technique == Recomputation.name]
         for option in _along_hull(known, _BASES):
             members = tuple(m for m in option.members if inside.issuperset(region.members[m]))
             yield option.kept_bytes, members
-            left = self._less_at_heaviest(region, members)
-            if left != members:
-                again = (op for m in set(members).difference(left) for op in region.members[m])
-                more = {s for op in again for s in self.program.ops[op].writes if self._handles.get(s)}
-                yield option.kept_bytes + sum(self.program.storage_bytes[s] for s in more), left
+            fewer = self._less_at_heaviest(region, members)
+            if fewer != members:
+                kept_ops = (op for m in set(members).difference(fewer) for op in region.members[m])
+                more = {s for op in kept_ops for s in self.program.ops[op].writes if self._handles.get(s)}
+                yield option.kept_bytes + sum(self.program.storage_bytes[s] for s in more), fewer
 
     def _less_at_heaviest(self, region: Region, members: tuple[int, ...]) -> tuple[int, ...]:
         """Return the members without those that make what the region's heaviest backward op reads.
 
-        To make it again just before that op takes what it is made of as well, at the moment at which most is alive. To
-        have it copied back takes the tensor alone.
+        Making a tensor again just before that op also takes what the tensor is made from, at the moment at which most
+        is alive. Copying it back takes the tensor alone.
         """
         program = self.program
-        # Ops that are kept may be those of slices, which never run as a whole.
+        # Without kept ops: those of slices are among them, which never run as a whole.
         ops = {op for group in region.members for op in group} - self.step.pins.kept_ops
         heaviest = max((_heaviest(program).get(op, (0, -1)) for op in ops), default=(0, -1))[1]
         read = frozenset(program.ops[heaviest].reads) if heaviest >= 0 else frozenset()
-        left: list[int] = []
-        asked: set[int] = set()  # what those that are left read
-        # Backwards, so that who reads the results of a member is known before it.
+        remaining: list[int] = []
+        asked: set[int] = set()  # what the remaining members read
+        # Backwards, so that the readers of a member's results are known before it.
         for member in sorted(members, key=lambda m: region.members[m], reverse=True):
-            again = [program.ops[op] for op in region.members[member]]
-            made = {s for op in again for s in op.writes}
-            # What is made is kept now, or was made for that alone.
+            rerun = [program.ops[op] for op in region.members[member]]
+            made = {s for op in rerun for s in op.writes}
+            # Left out: the heaviest op reads what the member makes, or only members that are left out do.
             if not made.isdisjoint(read) or not any(s in asked or self._handles.get(s) for s in made):
                 continue
-            left.append(member)
-            asked.update(s for op in again for s in op.reads)
-        return tuple(sorted(left))
+            remaining.append(member)
+            asked.update(s for op in rerun for s in op.reads)
+        return tuple(sorted(remaining))
 
     def _candidates(self, unit: str, inside: frozenset[int]) -> list[int]:
         """Return the storages that may be away: nobody outside of the unit keeps or reads them."""
@@ -255,7 +255,7 @@ class Offloads:
         return sorted(kept, key=lambda s: (-program.storage_bytes[s], s))
 
     def _leaves(self, unit: str, storage: int) -> bool:
-        """Whether there is an op, behind the last use of a storage, at which it may be let go of."""
+        """Whether there is an op, after the last use of a storage, at which it may be let go of."""
         at = first_seen(self.program, unit).get(storage)
         return at is not None and bool(
             self._stops
@@ -297,7 +297,7 @@ class Offloads:
             kept_bytes: what recomputation without offloading keeps.
             members: indices of the region's groups that recomputation discards.
             gone: the ops in those groups.
-            patch: that recomputation.
+            patch: the rewrite of that recomputation.
             chosen: the storages.
             latest: the last op at which computation may wait for a copy out.
             early: copies back begin early enough to be hidden; else at the last anchor, the last event before the need
@@ -322,7 +322,7 @@ class Offloads:
         out_span = min(self._ends[op] for op in sent.values()), max(self._ends[op] for op in let_go.values())
         scope = self.units[unit]
         first = min(program.ops_in(scope))
-        # Copies begin and end behind the ops of the moves, which may be of other regions.
+        # Copies begin and end after the ops of the moves, some of which may be ops of other regions.
         positions = {int(self._op_events[op]) for op in ops} | {behind(program, op) for op in ops}
         positions |= {move.fetch for move in moves if move.fetch >= 0}
         positions |= {self.liveness.entered[scope], self.liveness.exited[scope]}
@@ -354,7 +354,7 @@ class Offloads:
         )
 
     def _back(self, needed: dict[int, int], fetch: Fetches, link_ms: float) -> Copies:
-        """Return copies back between the anchors at which they begin and the events at which they are needed."""
+        """Return the copies back, from the first anchor that begins one to the last event that needs one."""
         begins = (a.event if a else needed[s] for s, a in fetch.items())
         times = self._time_at(min(begins)), self._time_at(max(needed.values()))
         return Copies("back", *times, max(0.0, link_ms))
@@ -362,22 +362,22 @@ class Offloads:
     def _let_go(
         self, needed: dict[int, int], copies: dict[int, float], sent: dict[int, int], latest: int
     ) -> tuple[dict[int, int], float]:
-        """Return by storage the op behind which it is out, and how long computation waits there.
+        """Return by storage the op after which it is let go of, and how long computation waits for the copies out.
 
-        ``latest`` is the last op that is waited at, unless the storage is used behind it.
+        ``latest`` is the last op that is waited at, unless the storage is used after it.
         """
         found, late, free, stops = {}, 0.0, 0.0, self._stops
-        # The link takes one copy at a time, in the order in which they can begin. Those that begin at one op go in the
-        # order of the moves.
+        # The link takes one copy at a time, in the order in which they can begin. Copies that begin at the same op go
+        # in the order of the moves.
         for s in sorted(needed, key=lambda s: (sent[s], needed[s])):
             free = max(free, float(self._ends[sent[s]])) + copies[s]
             last = self._last_use(s)
-            # The first op of any unit that is behind the last use, and the first by which the copy is over.
+            # Indices of the first op after the last use, and of the first of these by which the copy is over.
             unused = bisect_left(
                 stops, True, bisect_right(stops, sent[s]), key=lambda op: bool(self._op_events[op] >= last)
             )
             out = bisect_left(stops, True, unused, key=lambda op: bool(self._ends[op] >= free))
-            # By the time the copy is over, but not behind ``latest``, and never before the last use.
+            # Let go when the copy is over, but not after ``latest``, and never before the last use.
             found[s] = stops[max(unused, min(out, bisect_right(stops, latest) - 1))]
             late = max(late, free - float(self._ends[found[s]]))
         return found, late
@@ -394,7 +394,7 @@ class Offloads:
             begins = min(self._time_at(needed[s]), begins) - copies[s]
             before = bisect_left(self._anchors, (needed[s],))
             early = bisect_right(self._anchors, begins, key=lambda a: self._time_at(a.event))
-            # If neither the copy nor the ops take time, the clock alone may choose an anchor behind the need.
+            # If neither the copy nor the ops take time, the clock alone could choose an anchor after the need.
             found[s] = self._known(min(before, early) - 1, sent[s])
             if found[s] is None:  # as early as the backward pass allows
                 first = found[s] = next((a for a in self._anchors[:before] if a.op >= sent[s]), None)
@@ -402,13 +402,13 @@ class Offloads:
         return found, late
 
     def _known(self, at: int, sent: int) -> Anchor | None:
-        """Return an anchor, unless its op runs before the one at which a tensor is sent, and cannot know of it."""
+        """Return the anchor ``at``; None if there is none, or its op runs before ``sent`` and knows of no copy."""
         return self._anchors[at] if at >= 0 and self._anchors[at].op >= sent else None
 
     def _fetch_last(
         self, needed: dict[int, int], copies: dict[int, float], sent: dict[int, int]
     ) -> tuple[Fetches, float]:
-        """Return the same if each copy back begins at the last anchor before its tensor is needed."""
+        """Return what ``_fetch`` does, with each copy back begun at the last anchor before its tensor is needed."""
         found: Fetches = {}
         free, late = 0.0, 0.0
         for s in sorted(needed, key=needed.__getitem__):
@@ -423,7 +423,7 @@ class Offloads:
         found = {s: self._asked.get(s, end) for s in chosen}
         for position, events in patch.events.items():
             for code, arg in events:
-                # Ops that the patch adds are numbered behind those of the program.
+                # Ops that the patch adds are numbered after those of the program.
                 if code == Event.OP and arg >= n_ops:
                     for s in patch.ops[arg - n_ops].reads:
                         if s in found:
@@ -431,7 +431,7 @@ class Offloads:
         return found
 
     def _time_at(self, position: int) -> float:
-        """Return the time of the recorded step before an event."""
+        """Return the time at which an event comes in the recorded step, in ms."""
         before = int(np.searchsorted(self._op_events, position))
         return float(self._ends[before - 1]) if before else 0.0
 
@@ -440,8 +440,8 @@ def _along_hull(options: Sequence[Option], most: int) -> list[Option]:
     """Return the first option, the last one, and those between that keep least for what they cost, in their order.
 
     These are the vertices of the lower hull of kept bytes over cost, the farthest below the others first, and then what
-    is nearest to it (Ramer, Douglas and Peucker's way to simplify a curve). Options evenly through the list would be
-    others for every length of the list, which depends on how many layers there are.
+    is nearest to it (Ramer, Douglas and Peucker's way to simplify a curve). Options at equal distances in the list
+    would change with its length, which depends on how many layers there are.
 
     Args:
         options: by rising cost.
@@ -465,7 +465,7 @@ def _along_hull(options: Sequence[Option], most: int) -> list[Option]:
 
 @derived
 def _heaviest(program: Program) -> dict[int, tuple[int, int]]:
-    """Return by forward op the op of its gradient that touches most bytes: these bytes, workspace included, and it."""
+    """Return by forward op (bytes, op) of its backward op that touches most bytes, workspace included."""
     found: dict[int, tuple[int, int]] = {}
     for i, op in enumerate(program.ops):
         if op.phase == Phase.BACKWARD and op.forward_of >= 0:

@@ -5,12 +5,12 @@
 
 It follows the executor (``executor/parcels.py``) rule for rule:
 
-- Behind the op ``sent`` memory on the host is taken, and the copy out begins.
-- Behind the op ``let_go`` computation waits for that copy. All handles on the storage let go of it: those of autograd,
+- After the op ``sent`` memory on the host is taken, and the copy out begins.
+- After the op ``let_go`` computation waits for that copy. All handles on the storage let go of it: those of autograd,
   and those of recomputation, whose recipes read it. What code still holds stays on the device until code frees it. So
   does a handle from before the last write in place: the copy has other contents.
-  If all handles are released before, computation waits then. If nobody has a handle by the end of the call, it waits
-  where the tensor is freed, or else there, and the memory on the host is free.
+  If all handles are released before that, computation waits at the last release. If nobody has had a handle by the end
+  of the call, computation waits where the tensor is freed, or else at that end. Then the memory on the host is free.
 - Before the event ``fetch`` memory on the device is taken, and the copy back begins; at the latest when a value is
   needed.
 - Whoever needs the value first waits for the copy back. Then the memory on the host is free.
@@ -50,10 +50,10 @@ class Move(NamedTuple):
 
     Attributes:
         storage: which one.
-        sent: the op behind which the copy out begins.
-        let_go: the op behind which the device's memory is let go of; -1 if it does not run: it is kept.
+        sent: the op after which the copy out begins.
+        let_go: the op after which the device's memory is let go of; -1 if that op does not run: the memory is kept.
         fetch: the event before which the copy back begins; -1: when it is needed.
-        call: the module call that sends it: handles that are taken outside of it do not let go. -1: there are none.
+        call: the module call that sends it: handles that are taken outside of it do not let go. -1: all handles do.
     """
 
     storage: int
@@ -69,8 +69,8 @@ class Visit(NamedTuple):
     Attributes:
         storage: that of the parameter.
         begin: the module call at whose beginning the copy for the forward pass begins.
-        around: the module call with whose beginning the parameter is on the device.
-        call: the module call at whose end it leaves: the same, or the last one inside that uses it.
+        around: the module call from whose beginning the parameter is on the device.
+        call: the module call at whose end it leaves: ``around``, or the last call inside that uses it.
         fetch: the event before which the copy for the backward pass begins; -1: when it is needed.
     """
 
@@ -96,7 +96,7 @@ def moved(
         base: what another technique does to the same program. The result does both.
     """
     draft = PatchBuilder(program) if base is None else PatchBuilder.continuing(program, base)
-    # Where a storage is used in the program is known. Uses that the other technique adds are found once for all.
+    # A program knows the uses of each storage. Uses that the other technique adds are found once for all moves.
     concerned = _concerned(program, base)
     for move in moves:
         journey = _Journey if isinstance(move, Move) else _Visits
@@ -107,7 +107,7 @@ def moved(
 def _concerned(program: Program, base: Patch | None) -> dict[int, Sequence[int]]:
     """Return by storage the positions at which a patch takes or releases handles on it, or runs an op that reads it."""
     found: dict[int, list[int]] = defaultdict(list)
-    # Nothing is added, but the program itself may run ops again.
+    # Without a patch no use is added, but the program itself may run ops again.
     if base is None:
         return dict(rereads(program))
     n_ops, n_handles = len(program.ops), len(program.handle_storages)
@@ -139,9 +139,9 @@ def last_writes(program: Program) -> dict[int, int]:
 
 
 def behind(program: Program, op: int) -> int:
-    """Return the last event of an op: the one in which its recipe, if it leaves one, takes its arguments.
+    """Return the last event of an op: its own, or a later one in which its recipe, if it leaves one, takes arguments.
 
-    Behind an op that writes in place, the old version is gone as well: both take the same memory.
+    After an op that writes in place, the old version is gone as well: both take the same memory.
     """
     events = program.events
     at = int(program.liveness.op_events[op])
@@ -159,7 +159,7 @@ def behind(program: Program, op: int) -> int:
 class _Journey:
     """Follows the events of one storage, and writes those that take their place.
 
-    ``frees_host``: whether the memory on the host is free when the value is back.
+    ``frees_host``: whether the memory on the host is freed when the value is back.
     """
 
     frees_host = True
@@ -178,7 +178,7 @@ class _Journey:
         self.held: dict[int, None] = {}  # handles on the storage, until it is let go of
         self.gone: dict[int, None] = {}  # those that have let go of it, until they are released
         self.instances: dict[int, int] = {}  # unpacked tensors, and those on the copy that take their place
-        # Handles of formulas that save what they unpacked, and those on the copy.
+        # Handles of formulas that save what they unpacked, and the handles on the copy that take their place.
         self.again: dict[int, int] = {}
         # Storages of the copies, and a handle on the one that is back.
         self.host = self.copy = self.handle = -1
@@ -200,15 +200,15 @@ class _Journey:
             # What another technique has put in this place, which may be nothing, or else the recorded event.
             was = before = self._events_at(position)
             self.out = []
-            # Sending and letting go come behind the event of their place.
             if position == move.fetch and self.gone:
                 before = self._fetch_first(position, before)
             for code, arg in before:
                 self._step(position, code, arg, inside=begin < position < end)
-            # Nobody has a handle on it when the call is over.
+            # Nobody has a handle on the storage when the call is over.
             if position == end and self.host >= 0 and not self.held and not self.gone:
                 self._wait_out(position)
                 self._end()
+            # Sending and letting go come after the event of their place.
             if position == sent:
                 self._send(position)
             if position == let_go:
@@ -216,7 +216,7 @@ class _Journey:
             self._put(position, was)
 
     def _fetch_first(self, position: int, before: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-        """Begin the copy back before the event of its place, behind those of earlier moves; return what is left."""
+        """Begin the copy back before the event of its place, after other copies back; return the events after it."""
         begun = self._begun(before, TO_DEVICE)
         self.out += before[:begun]
         self._fetch(position)
@@ -232,7 +232,7 @@ class _Journey:
             self.draft.events[position] = tuple(self.out)
 
     def _begun(self, events: Sequence[tuple[int, int]], name: str) -> int:
-        """Return how many copies, by the name of their op, begin before the first other event."""
+        """Return how many events, before the first other one, begin copies with an op of this name."""
         ops = self.draft.ops
         others = (i for i, (code, arg) in enumerate(events) if code != _OP or ops[arg].name != name)
         return next(others, len(events))
@@ -255,18 +255,17 @@ class _Journey:
             self.instances[arg] = self.draft.instance_handles.add(handle)
             arg = self.instances[arg]
         elif code == _RELEASE and arg in self.gone:
-            # This handle was released when the storage was let go of. The copy lives as long as any handle, and so with
-            # one taken since, which keeps the storage itself.
+            # Released already, when it let go. The copy lives as long as any handle, also on the storage, taken since.
             del self.gone[arg]
             if not self.gone and not self.held:
                 self._end()
             return
         elif code == _RELEASE:
-            # If the last handle is released before the storage is let go of, nobody will ask for the copy. But it may
-            # still run, and computation waits for it.
-            known = arg in self.held
+            # If the last handle is released before the storage is let go of, nobody will ask for the copy. But the copy
+            # out may still run, so computation waits for it.
+            was_held = arg in self.held
             self.held.pop(arg, None)
-            if known and self.host >= 0 and not self.held and not self.gone:
+            if was_held and self.host >= 0 and not self.held and not self.gone:
                 self._wait_out(position)
                 self.out.append((code, arg))
                 self._end()
@@ -277,7 +276,7 @@ class _Journey:
             self.instances[arg] = self.draft.instance_handles.add(self.handle)
             arg = self.instances[arg]
         elif code == _DROP and arg in self.instances:
-            # The instance that took its place is dropped in its stead.
+            # The instance on the copy, which took its place, is dropped instead.
             arg = self.instances.pop(arg)
         elif (
             code == _OP and self.gone and storage in (op := self.draft.ops[arg]).reads and op.recomputes >= 0
@@ -289,7 +288,7 @@ class _Journey:
         self.out.append((code, arg))
 
     def _is_code_s(self, handle: int) -> bool:
-        """Whether code holds this handle rather than autograd or a recipe: it lets go of nothing."""
+        """Whether code holds this handle rather than autograd or a recipe: such a handle never lets go."""
         return self.draft.handle_ops[handle] < 0 and self.draft.handle_tensors[handle] < 0
 
     def _send(self, position: int) -> None:
@@ -298,8 +297,8 @@ class _Journey:
 
     def _let_go(self, position: int) -> None:
         if self.host < 0 or not self.held:
-            return  # nobody holds it any more
-        # At one op memory is let go of first, and copies out begin behind it.
+            return  # it was not sent, or nobody holds it any more
+        # At one op memory is let go of first, and copies out begin after that.
         begun = self._begun(self.out[::-1], TO_HOST)
         waiting = self.out[len(self.out) - begun :]
         del self.out[len(self.out) - begun :]
@@ -316,7 +315,7 @@ class _Journey:
 
     def _fetch(self, position: int) -> None:
         if self.copy >= 0:
-            return  # it was needed before
+            return  # the copy back has begun
         program, storage = self.program, self.move.storage
         self.copy = self.draft.new_storage(program.storage_bytes[storage], program.storage_kinds[storage])
         self.handle = self.draft.new_handle(self.copy)
@@ -355,7 +354,7 @@ class _Visits(_Journey):
     """Follows a parameter: its storage is on the host, and each visit on the device is a storage of its own.
 
     In the executor, what autograd and recipes hold lets go of the first visit when the module's call ends, and shares
-    the second one. So it lives from where it is needed, or fetched, to the end of the last of them.
+    the second visit, which lives from where it is needed, or fetched, until the last of their handles is released.
     """
 
     move: Visit
@@ -382,19 +381,19 @@ class _Visits(_Journey):
                 self.out.append((_FREE, first))
             for code, arg in before:
                 self._step(position, code, arg, inside=False)
-            # All copies that begin with a call begin before it waits for its own.
+            # All copies that begin with a call begin before the call waits for its own.
             if position == begin:
                 at = self.out.index((_ENTER, move.begin)) + 1
                 at += self._begun(self.out[at:], TO_DEVICE)
-                waiting, self.out = self.out, self.out[:at]
+                events, self.out = self.out, self.out[:at]
                 self._run(position, TO_DEVICE, (self.host,), (first,))
-                self.out += waiting[at:]
+                self.out += events[at:]
             if position == enter:
                 self._run(position, WAIT_BACK, (first,), ())
             self._put(position, was)
 
     def _step(self, position: int, code: int, arg: int, *, inside: bool) -> None:
         if code == _PACK and self.draft.handle_storages[arg] == self.move.storage:
-            self.gone[arg] = None  # until the call ends, the first visit is there anyway
+            self.gone[arg] = None  # at once: until the call ends, the first visit is there anyway
         else:
             super()._step(position, code, arg, inside=inside)

@@ -1,4 +1,4 @@
-"""Moves by call site, as in a plan, and by op and event, as in a program."""
+"""Moves, translated between call sites, as in a plan, and ops and events, as in a program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sacplan.torch_compat.ops import is_computation
 
 @derived
 def sites_of(program: Program, unit: str) -> Mapping[int, CallSite]:
-    """Return the call sites of the forward ops of a unit's only call that compute something, by op; else none."""
+    """Return by op the sites of the forward ops that compute something in a unit's only call; {} if it has several."""
     scopes = program.calls.get(unit, ())
     if len(scopes) != 1:
         return {}
@@ -29,12 +29,12 @@ def sites_of(program: Program, unit: str) -> Mapping[int, CallSite]:
 
 
 def tensors_of(program: Program, op: int) -> tuple[int, ...]:
-    """Return the storages of the tensors of an op's arguments, and behind these of its outputs; -1 where not known.
+    """Return the storages of the tensors of an op's arguments, then of its outputs; -1 where not known.
 
     Of a tensor that is written in place, only the version that the op itself reads or makes is known.
     """
     found = program.ops[op]
-    # An argument that an earlier op has replaced has the storage of the old version: nobody could find it at run time.
+    # An argument that an earlier op has replaced has the old version's storage, which nobody could find at run time.
     there = {*found.reads, *found.writes}
     storages = (program.tensors[t].storage if t >= 0 else -1 for t in (*found.inputs, *found.outputs))
     return tuple(s if s in there else -1 for s in storages)
@@ -48,9 +48,9 @@ def place_of(program: Program, op: int, storage: int) -> int | None:
 
 @derived
 def first_seen(program: Program, unit: str) -> Mapping[int, int]:
-    """Return by storage the first op of a unit that has it among its tensors when nothing writes to it any more."""
+    """Return by storage the first op of a unit with a tensor on it, after the last write in place to the storage."""
     found: dict[int, int] = {}
-    # Parts that are split apart count their writes apart, so who holds one cannot tell whether the copy is as new.
+    # Parts that are split apart count writes separately: the holder of one cannot tell whether a copy is up to date.
     written, split = last_writes(program), split_apart(program)
     for op in sites_of(program, unit):
         if program.ops[op].replaces < 0:
@@ -64,7 +64,7 @@ def first_seen(program: Program, unit: str) -> Mapping[int, int]:
 def split_apart(program: Program) -> frozenset[int]:
     """Return the storages that are written in place and have been split into parts with versions of their own.
 
-    The gates of recurrent layers are: ``unsafe_chunk`` gives parts that autograd does not take for views.
+    Examples are the gates of recurrent layers: ``unsafe_chunk`` gives parts that autograd does not take for views.
     """
     split = (op for op in program.ops if op.name.startswith("aten.unsafe_split"))
     parts = {program.tensors[t].storage for op in split for t in op.outputs if t >= 0}
@@ -72,7 +72,7 @@ def split_apart(program: Program) -> frozenset[int]:
 
 
 _WEIGHTS = {"aten.mm.default": 1, "aten.addmm.default": 2, "aten.convolution.default": 1}
-"""Ops whose backward formulas ask for the weight last, just before they run: its place among the tensors of the op."""
+"""By op whose backward formula asks for the weight last, just before it runs: the weight's place among its tensors."""
 
 
 @derived
@@ -89,8 +89,8 @@ def weights_asked_for(program: Program, unit: str) -> Mapping[int, int]:
             # The executor learns of the backward pass only where autograd asks for what it saved.
             weight = tensors_of(program, op)[weight_of(program, op)]
             is_parameter = weight >= 0 and program.storage_kinds[weight] == StorageKind.PARAMETER
-            # A product whose other factor needs no gradient does not save it.
-            asked = any(weight in program.ops[one].reads for one in backward[op])
+            # A product whose other factor needs no gradient does not save the weight.
+            asked = any(weight in program.ops[gradient].reads for gradient in backward[op])
             if is_parameter and asked and uses[weight] == 1:
                 found[int(program.liveness.op_events[backward[op][0]])] = op
     return dict(sorted(found.items()))
@@ -126,7 +126,7 @@ def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move]:
         sent, let_go = op_at(one.site), op_at(one.let_go)
         seen = tensors_of(program, sent) if sent >= 0 else ()
         storage = seen[one.tensor] if one.tensor < len(seen) else -1
-        # The op does not run here, or is another one's by now; or an earlier decision moves the storage already.
+        # The op does not run here, or has no such tensor; or an earlier decision moves the storage already.
         if storage < 0 or (storage in taken and not _dropped_between(program, storage, taken[storage], sent)):
             continue
         # What a step begins with stays. And versions of tensors do not tell the executor of every write.
@@ -135,12 +135,12 @@ def moves_of(program: Program, decisions: Sequence[Offload]) -> list[Move]:
         if last_writes(program).get(storage, -1) >= sent:
             raise _refused(one, "is written in place by that op or after it, so the copy has other contents")
         taken[storage] = sent
-        # PyTorch counts a write in place when the op returns, behind the mark: nobody lets go then.
+        # PyTorch counts a write in place when the op returns, after the mark, so that nobody would let go.
         made = program.ops[sent]
         if let_go <= sent or (made.replaces >= 0 and storage in made.writes):
             let_go = -1
         (call,) = program.calls[one.unit]
-        # A tensor that is seen before the other one is sent cannot know of it.
+        # From ``sent`` on: an earlier op, when it is seen, cannot know of the copy that it is to fetch.
         found.append(Move(storage, sent, let_go, fetch_event(program, one.fetch, sent), call))
     return found
 
@@ -154,9 +154,9 @@ def _refused(decision: Offload, why: str) -> PlanError:
 
 
 def _dropped_between(program: Program, storage: int, first: int, last: int) -> bool:
-    """Whether nobody was left between two ops who held a storage for the backward pass, and its copy went with them.
+    """Whether all that held a storage for the backward pass let go between two ops, and its copy went with them.
 
-    Code drops a part of the graph in the middle of a forward pass, as for an inner gradient, and keeps the tensor.
+    Code may drop a part of the graph during a forward pass, as for an inner gradient, and keep the tensor.
     """
     begin, end = int(program.liveness.op_events[first]), int(program.liveness.op_events[last])
     held = 0
@@ -186,7 +186,7 @@ def fetch_event(program: Program, seen: SeenTensor | None, first: int) -> int:
 
 
 def seen_weight(program: Program, anchor: int | None, unit_of: Mapping[int, str]) -> SeenTensor | None:
-    """Return the weight whose being asked for begins a copy back, by its call site; None if nothing but need does.
+    """Return, by call site, the weight that begins a copy back when autograd asks for it; None if only need does.
 
     Args:
         program: the step.
@@ -194,8 +194,8 @@ def seen_weight(program: Program, anchor: int | None, unit_of: Mapping[int, str]
         unit_of: by op, the unit that is to see it.
     """
     site = None if anchor is None else _site_of(program, anchor, unit_of)
-    # In the unit of a plan, which may be around the one that the option was made for, the weight may have other uses:
-    # then this op is not the one for which it is asked first.
+    # The unit of the plan may be around the one that the option was made for. If the weight has other uses there, it
+    # may be asked for by another op first.
     if anchor is None or site is None or anchor not in weights_asked_for(program, site.unit).values():
         return None
     return SeenTensor(*site, weight_of(program, anchor))

@@ -24,7 +24,7 @@ from sacplan.techniques.offload.weights import visits_of, weight_decision
 
 
 class Offloading(Technique):
-    """Copies of saved tensors wait on the host between the passes, and parameters but for their uses."""
+    """Saved tensors wait on the host between the passes, and parameters between their uses."""
 
     name = "offload"
     row = "offload"
@@ -59,7 +59,7 @@ class Offloading(Technique):
     def decisions(
         self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] | None = None
     ) -> tuple[Decision, ...]:
-        """Return the tensors by call sites of the outermost units. What a chunk has taken stays."""
+        """Return the decisions, by call sites of the outermost units; none for what chunks have taken."""
         outer = outermost(program, units_of(taken) if units is None else units)
         calls = {scope: unit for unit in outer for scope in program.calls[unit]}
 
@@ -72,13 +72,13 @@ class Offloading(Technique):
         for _, option in taken:
             away: Away = option.remembered
             unit_of = {op: outer_unit(unit) for op, unit in away.unit_of}
-            for move, by, needed in zip(away.moves, away.anchors, away.needed, strict=True):
-                anchor = by.op if by else None
+            for move, anchor, needed in zip(away.moves, away.anchors, away.needed, strict=True):
+                anchor_op = anchor.op if anchor else None
                 if isinstance(move, Visit):
                     unit = outer_unit(away.unit)
-                    found.append((needed, weight_decision(program, move, anchor, unit_of, unit)))
+                    found.append((needed, weight_decision(program, move, anchor_op, unit_of, unit)))
                 else:
-                    found.append((needed, decision_of(program, move, anchor, unit_of)))
+                    found.append((needed, decision_of(program, move, anchor_op, unit_of)))
         # Copies back that begin at the same place go in this order, and computation waits for the first one it needs.
         found.sort(key=itemgetter(0))
         return tuple(one for _, one in found if one is not None)
@@ -120,7 +120,7 @@ class Offloading(Technique):
         for number, one in own:
             marks[one.unit][one.sites[0]].append(Send(board, number, one.tensor, one.unit))
         for weight in weights.values():
-            marks[weight.unit]  # what a unit saves of a parameter is taken away without a mark
+            marks[weight.unit]  # an empty entry: what it saves of a parameter is taken away without a mark
         fetches = [(number, one.fetch) for number, one in own]
         fetches += [(number, one.fetch) for number, one in weights.items()]
         for number, fetch in fetches:

@@ -3,9 +3,9 @@
     waits = clocked(program.ops.__getitem__, program.events, program.storage_bytes.__getitem__, spec)
     waits[op]  # ms
 
-The copies of one direction follow on each other. A copy back begins when the one out has ended. Waiting is exact for
-these rules, with the predicted times of the ops and ``PLANNED_SHARE`` of the link's bandwidth: a schedule that leaves
-the link no room is late as soon as anything is slower than predicted.
+The copies of one direction follow one another. A copy back begins at the earliest when the same tensor's copy out has
+ended. Waiting is exact for these rules, with the predicted times of the ops and ``PLANNED_SHARE`` of the link's
+bandwidth: a schedule that leaves the link no room is late as soon as anything is slower than predicted.
 
 Copies do not slow down computation. The time that computation waits is the exposed part of a copy; that alone is time
 of the step, which is then a sum.
@@ -46,7 +46,7 @@ def clocked(
         spec: the device, with its link.
     """
     now = out_free = back_free = 0.0  # the time of computation, and when each direction of the link is free
-    arrives: dict[int, float] = {}  # by storage of a copy
+    arrives: dict[int, float] = {}  # by storage of a copy, when the copy is complete
     waits: dict[int, float] = {}
     for code, arg in events:
         if code != _OP:

@@ -2,10 +2,10 @@
 
     for region in weight_regions(step): region.options
 
-They are regions of their own, without ops, so that a solver chooses them beside what it does about activations. An
-option leaves the largest parameters of a unit on the host, or all. They come back early enough to be there in time, or
-as late as possible, which takes the least memory. Then computation waits for them, and that is the price; the other
-copies share the link, as those of activations do.
+They are regions of their own, without ops, so that a solver chooses their options in addition to those about
+activations. An option leaves the largest parameters of a unit on the host, or all. They come back early enough to be
+there in time, or as late as possible, which takes the least memory. Computation then waits for them, and that is the
+price. Copies that are not waited for share the link with those of activations.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Weights(Offloads):
         for around in (call, *program.ancestors(call)):
             if around in calls:
                 return calls[around]
-        # A module around such regions would be a unit in their stead, all in one.
+        # A module around such units would take the place of all of them, so its own parameters stay.
         if any(call in program.ancestors(at) for at in calls):
             return None
         fqn = program.scopes[call].fqn
@@ -83,10 +83,10 @@ class _Weights(Offloads):
         sizes = [n for n in LARGEST if n < len(largest)]
         for n in (*sizes, len(largest)) if largest else ():
             chosen = [s for s in storages if s in largest[:n]]
-            yield self._left(unit, chosen, early=True)
-            yield self._left(unit, chosen, early=False)
+            yield self._option_leaving(unit, chosen, early=True)
+            yield self._option_leaving(unit, chosen, early=False)
 
-    def _left(self, unit: str, chosen: Sequence[int], *, early: bool) -> Option:
+    def _option_leaving(self, unit: str, chosen: Sequence[int], *, early: bool) -> Option:
         program, liveness = self.program, self.liveness
         copies = {s: copy_ms(self.spec, program.storage_bytes[s]) for s in chosen}
         begin = self._begin(chosen, copies) if early else {s: self.homes[s].around for s in chosen}
@@ -100,7 +100,7 @@ class _Weights(Offloads):
         ]
         needed_at = tuple(self.homes[s].asked for s in chosen)
         unit_of = {a.op: self.unit_of[a.op] for a in anchors if a}
-        total, again = sum(copies.values()), sum(copies[s] for s in asked)
+        total, backward_total = sum(copies.values()), sum(copies[s] for s in asked)
         late = 0.0 if early else total
         begun = min(self._time_at(liveness.entered[v.begin]) for v in visits)
         needed = max(self._time_at(liveness.entered[v.around]) for v in visits)
@@ -108,7 +108,7 @@ class _Weights(Offloads):
         positions |= {at for v in visits for at in (liveness.entered[v.around], liveness.exited[v.call])}
         first = program.scopes[visits[0].call].first_op
         return Option(
-            cost=self.step.added_cost(round(late + late_back, ROUNDED) + TIE * (total + again)),
+            cost=self.step.added_cost(round(late + late_back, ROUNDED) + TIE * (total + backward_total)),
             kept_bytes=0,
             members=(),
             technique="offload",
@@ -128,7 +128,7 @@ class _Weights(Offloads):
             host_bytes=sum(self.spec.host_bytes(program.storage_bytes[s]) for s in chosen),
             copies=(
                 Copies("back", begun, needed, total - late),
-                *([self._back(asked, fetch, again - late_back)] if asked else []),
+                *([self._back(asked, fetch, backward_total - late_back)] if asked else []),
             ),
         )
 
@@ -141,7 +141,7 @@ class _Weights(Offloads):
             own = entered[self.homes[s].around]
             begins = min(self._time_at(own), begins) - copies[s]
             at = bisect_right(self._enters, begins, key=lambda call: self._time_at(entered[call]))
-            # Of calls that begin at one time, some may be behind its own.
+            # Of calls that begin at the same time, some may come after the parameter's own.
             at = min(at, bisect_right(self._enters, own, key=entered.__getitem__))
             found[s] = self._enters[max(at - 1, 0)]
         return found

@@ -30,8 +30,8 @@ class Home(NamedTuple):
 
     Attributes:
         around: the innermost module call that runs all ops of the forward pass that read it.
-        call: the innermost one inside that runs those that autograd saves it for, and the last one.
-        asked: the event at which the backward pass first asks for it; -1 if it does not.
+        call: the innermost call inside ``around`` that runs the last of these ops, and all that autograd saves it for.
+        asked: the event at which the backward pass first asks for it; -1 if the backward pass does not.
     """
 
     around: int
@@ -41,7 +41,7 @@ class Home(NamedTuple):
 
 @derived
 def homes_of(program: Program) -> Mapping[int, Home]:
-    """Return by storage where the parameters are used that may wait on the host."""
+    """Return by storage where a parameter is used, for those that may wait on the host."""
     # Parameters that are gathered from shards are others in each step.
     if program.gathering or program.on_dtensors:
         return {}
@@ -50,6 +50,7 @@ def homes_of(program: Program) -> Mapping[int, Home]:
 
 
 def _home(program: Program, storage: int) -> Home | None:
+    """Return where a parameter is used; None if it has to stay on the device."""
     liveness = program.liveness
     readers, handles, instances = _uses(program)[storage]
     forward = [op for op in readers if program.ops[op].phase == Phase.FORWARD]
@@ -64,9 +65,9 @@ def _home(program: Program, storage: int) -> Home | None:
         or any(program.calls.get(program.scopes[at].fqn) != (at,) for at in (around, call))
         or (storage in (written := last_writes(program)) and program.ops[written[storage]].name != FROM_HOST)
         or storage in program.gradients
-        # The kernel of a GPU wants the weights of a recurrent layer in one piece of memory, of which each is a part.
+        # Kernels of GPUs want the weights of a recurrent layer in one piece of memory, of which each weight is a part.
         or any(part in program.ops[op].name for op in forward for part in ("lstm", "gru", "rnn"))
-        # It is given another size, or code was seen to take or drop it: something other than the module holds it.
+        # The parameter is resized, or code was seen to take or drop it: something other than the module holds it.
         or any(
             program.events[at][0] in (Event.ALLOC, Event.FREE, Event.RESIZE)
             for at in liveness.events_of[storage]
@@ -84,8 +85,8 @@ def _home(program: Program, storage: int) -> Home | None:
     for op in readers:
         at = int(liveness.op_events[op])
         inside = program.ops[op].phase == Phase.FORWARD and liveness.entered[around] < at < end
-        again = program.ops[op].recomputes >= 0 and at > end
-        if not inside and not again and not any(start < at < stop for start, stop in lent):
+        reruns = program.ops[op].recomputes >= 0 and at > end
+        if not inside and not reruns and not any(start < at < stop for start, stop in lent):
             return None
     asked = min((start for start, _ in lent), default=-1)
     return Home(around, call, asked) if asked < 0 or asked > end else None
@@ -101,7 +102,7 @@ class _Uses(NamedTuple):
 
 @derived
 def _uses(program: Program) -> Mapping[int, _Uses]:
-    """Return the uses of the parameters that may leave, in any phase; an update on the host is none."""
+    """Return the uses of the parameters that may leave, in any phase; an update on the host is not a use."""
     found = {s: _Uses([], [], []) for s in program.fixed}
     for code, arg in program.events:
         if code == Event.OP and program.ops[arg].name != FROM_HOST:
@@ -145,7 +146,7 @@ def visits_of(program: Program, decisions: Sequence[OffloadWeight]) -> list[Visi
 def weight_decision(
     program: Program, visit: Visit, anchor: int | None, unit_of: Mapping[int, str], unit: str
 ) -> OffloadWeight | None:
-    """Return the decision for a visit; None if other techniques have changed the uses of the parameter: it stays.
+    """Return the decision for a visit; None if other techniques have changed the parameter's uses: then it stays.
 
     Args:
         program: the step, with what other techniques did to it.

@@ -1,8 +1,8 @@
 """A stretch of ops that is collected first, and then runs in one loop of the engine.
 
-In training a factor flows from what enters a region, and an op is cut when it is deferred. Of a stretch it is known
-what is sliced of the last result. So each op becomes a node when it is reached, and when all are there their cuts are
-found from the last one (``techniques/chunk/flow.py``), as the planner has found them in the recording.
+In training a factor flows from what enters a region, and an op is cut when it is deferred. For a stretch the sliced
+axis of the last result is known instead. So each op becomes a node when it is reached, and when all are there, cuts are
+found backwards from the last op (``techniques/chunk/flow.py``), as the planner has found them in the recording.
 
 What is needed after the stretch has a buffer from the start, an ordinary tensor that the loop fills; views of it are
 ordinary too. Other results are lazy. Where a factor does not flow through the ops, or something asks for a tensor too
@@ -57,7 +57,7 @@ class StretchTensor(Lazy):
         return func(*computed(args), **computed(kwargs or {}))
 
     def settle(self) -> None:
-        """Compute its stretch whole. It could be computed alone, but ops that write in place may run only once."""
+        """Compute the whole stretch, without slices: ops that write in place must not run again for other results."""
         with unrecorded():
             self.stretch.run_whole()
         super().settle()  # an error, if the stretch has run in slices
@@ -101,7 +101,7 @@ class Stretch:
         # Fake tensors by value: results have the strides that kernels give.
         self._fake = FakeTensorMode(allow_non_fake_inputs=False)
         self._like: dict[DeferredTensor, torch.Tensor] = {}
-        self._inputs: dict[int, DeferredTensor] = {}  # by id of the tensor, which the value keeps
+        self._inputs: dict[int, DeferredTensor] = {}  # by id of the tensor, which the value keeps alive
         self._buffers: list[torch.Tensor] = []
         # From lazy tensors, buffers and views of them to values.
         self._bound: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -109,7 +109,7 @@ class Stretch:
     # --- collecting ---
 
     def waits_for(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is one of the stretch that is not computed yet, or a view of its memory."""
+        """Whether a tensor stands for a result of the stretch that is not computed yet, or is a view of one."""
         return not self.is_over and tensor in self._bound
 
     def is_touched_by(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -134,7 +134,7 @@ class Stretch:
         if not traits.in_place or len(written) != 1:
             return False  # it writes to out=, or to several tensors
         value = self._bound.get(args[0])
-        # Only all of what an op of the stretch made may be overwritten: views of it would see the new values.
+        # Only a result of the stretch that has no views may be overwritten: views would have to see the new values.
         return value is not None and not value.aliased
 
     def _value(self, tensor: torch.Tensor) -> DeferredTensor:
@@ -163,21 +163,20 @@ class Stretch:
         """
         tensors = list(tensors_in((args, kwargs)))
         values = {id(t): self._value(t) for t in tensors}
-        of_node, named = tree_map(
+        node_args, node_kwargs = tree_map(
             lambda x: values[id(x)] if isinstance(x, torch.Tensor) else x, (tuple(args), dict(kwargs))
         )
-        likes, named_likes = tree_map(
-            lambda x: self._like[x] if isinstance(x, DeferredTensor) else x, (of_node, named)
+        fake_args, fake_kwargs = tree_map(
+            lambda x: self._like[x] if isinstance(x, DeferredTensor) else x, (node_args, node_kwargs)
         )
         with modes_off(), self._fake:
-            # Fake tensors on the device give the strides that its kernels would, which the buffers need. No
-            # mode of the program sees this.
-            made = func(*likes, **named_likes)
-        rule = rule_of(func, likes, named_likes, list(tensors_in(made)))
-        node = DeferredOp(func, of_node, named, Stage.FREE, rule=rule)
+            # Fake tensors have the strides that the device's kernels give: buffers need them. No mode sees this.
+            fake_out = func(*fake_args, **fake_kwargs)
+        rule = rule_of(func, fake_args, fake_kwargs, list(tensors_in(fake_out)))
+        node = DeferredOp(func, node_args, node_kwargs, Stage.FREE, rule=rule)
         self._nodes.append(node)
-        results = [node.new_output(self._region, like) for like in tensors_in(made)]
-        self._like.update(zip(results, tensors_in(made), strict=True))
+        results = [node.new_output(self._region, like) for like in tensors_in(fake_out)]
+        self._like.update(zip(results, tensors_in(fake_out), strict=True))
         if op_traits(func).in_place:
             self._bind(args[0], results[0])
             return args[0]
@@ -190,7 +189,7 @@ class Stretch:
                     self._bind(t, value)
                 return views
         stand_ins = iter([self._stand_in(value, i in kept) for i, value in enumerate(results)])
-        return tree_map(lambda x: next(stand_ins) if isinstance(x, torch.Tensor) else x, made)
+        return tree_map(lambda x: next(stand_ins) if isinstance(x, torch.Tensor) else x, fake_out)
 
     def _stand_in(self, value: DeferredTensor, kept: bool) -> torch.Tensor:
         if kept:
@@ -237,7 +236,7 @@ class Stretch:
         self.is_over = True  # ops that run now may ask for the same tensors, and come here again
         for value in self._like:
             if value.node is not None:
-                value.combined = Kind.PASS  # of the one slice that there is
+                value.combined = Kind.PASS  # the one slice makes the whole
         wanted = [value for t, value in self._bound.items() if isinstance(t, StretchTensor)]
         filled = self._filled()
         for value, data in run_nodes(self._region, self._nodes, wanted, filled).items():
@@ -265,12 +264,11 @@ class Stretch:
         """Cut the nodes along the axis that was asked for, or one like it where sizes differ.
 
         Returns:
-            The size of the axis, or 0 if there is none.
+            The size of the axis; 0 if there is none, so that the stretch runs whole: slower, never wrong.
         """
-        # 0 makes the stretch run whole: slower, never wrong.
         last, dim = self._nodes[-1].made[0], self.decision.dim
         if last is None or dim >= len(last.shape):
-            return 0  # of other rank than in the step that was planned
+            return 0  # nobody refers to the last result, or it has too few dimensions
         ops = [FlowOp(node.rule, node.inputs, node.made) for node in nodes]
         for axis in _axes_like(self.decision, last, nodes):
             found = cuts(ops, {last: [Window(axis)]})
@@ -287,13 +285,13 @@ def _axes_like(asked: Chunk, last: DeferredTensor, nodes: Sequence[DeferredOp]) 
     A dimension of batch times sequence is ``outer * size * inner`` with the batch size of the recorded step in
     ``outer``. In a step with another one the axis is a factor of the dimension in some op's rule.
     """
-    rest, remainder = divmod(last.shape[asked.dim], asked.outer * asked.inner)
-    if not remainder and rest > 1:
-        yield Axis(asked.dim, asked.outer, rest, asked.inner)
+    size, remainder = divmod(last.shape[asked.dim], asked.outer * asked.inner)
+    if not remainder and size > 1:
+        yield Axis(asked.dim, asked.outer, size, asked.inner)
     rules = [node.rule for node in nodes if node.rule is not None]
     own = last.node.rule if last.node is not None else None
     for axis in axes_of(own, splits_of(rules)) if own is not None else ():
-        # The planned axis was the innermost part of the dimension, or was not; a guess must agree in that.
+        # A guess is the outermost part of the dimension exactly if the planned axis was, and likewise the innermost.
         if axis.dim == asked.dim and [axis.outer == 1, axis.inner == 1] == [
             asked.outer == 1,
             asked.inner == 1,

@@ -7,11 +7,11 @@ the scalars that are still referred to, such as the loss, and gradients that wai
 as that of a residual sum.
 
 ``leave`` makes a module's outputs real, unless the region goes on with the loss. Their gradients are lazy again, so the
-inside of the module runs a second time, in the entry's loop, and is not kept. They are computed in a loop, or on whole
-tensors if only the backward pass runs in slices.
+inside of the module runs a second time, in the entry's loop, and is not kept. The outputs are computed in a loop, or on
+whole tensors if only the backward pass runs in slices.
 
 If the input gets no gradient, no op leads autograd from the loss to the entry's node. So there is a token: an output of
-the entry, and an input of the exit's node, which a region has also if its outputs stay lazy. Autograd runs the youngest
+the entry, and an input of the exit's node, which there is even if the outputs stay lazy. Autograd runs the youngest
 node first, so the entry's node is the last of the region.
 
 Autograd keeps the region's input through saved-tensor hooks, which may discard it.
@@ -108,18 +108,17 @@ class _ChunkEntryFunction(torch.autograd.Function):
         if root is not None:
             root.data = tensor.detach()  # results may be read after autograd has let go of it
         ready = ctx.targets.take_all()
-        # Nobody may have asked for that of the input, and to compute it would take time in every slice.
+        # The input's gradient is left out if nobody asked for it: it would take time in every slice.
         asked = [gradient if ctx.needs_input_grad[2] else None, *ready]
-        lazies = [g.value for g in asked if isinstance(g, Lazy)]
-        region, known = ctx.entered_region, {g.value for g in (gradient, *ready) if isinstance(g, Lazy)}
-        # Code that looks at the loss afterwards would need another loop, and so would nodes outside of the region.
-        left = dict.fromkeys(x.value for x in region.take_gradients() if x.value.data is None)
-        # A view refers to what it is a view of, so that is alive, too. Both have the same memory; nobody waits for
-        # that of a gradient that nobody asked for.
-        unasked = {viewed_by(value) for value in known.difference(lazies)}
-        waiting = [value for value in left if value not in known and value not in unasked]
+        wanted = [g.value for g in asked if isinstance(g, Lazy)]
+        region, given = ctx.entered_region, {g.value for g in (gradient, *ready) if isinstance(g, Lazy)}
+        # Code that looks at the loss later, and nodes outside of the region, would need loops of their own.
+        alive = dict.fromkeys(x.value for x in region.take_gradients() if x.value.data is None)
+        # If nobody asked for the input's gradient, nobody waits for a gradient that it is a view of, and keeps alive.
+        unasked = {viewed_by(value) for value in given.difference(wanted)}
+        waiting = [value for value in alive if value not in given and value not in unasked]
         pending = [value for value in region.pending if value not in waiting]
-        made = iter(compute_with_memory([*lazies, *pending, *waiting]))
+        made = iter(compute_with_memory([*wanted, *pending, *waiting]))
         found = [next(made) if isinstance(g, Lazy) else g for g in asked]
         for value in pending:
             value.settle(next(made))
@@ -133,18 +132,18 @@ class _ChunkExitFunction(torch.autograd.Function):
     def forward(ctx: Any, region: SlicedRegion, run: Compute | None, token: Lazy, *lazies: Lazy) -> Any:
         ctx.set_materialize_grads(False)
         ctx.region, ctx.windows = region, [x.value.window for x in lazies]
-        # To stay, as the same tensors, for code that has kept them. But a view's history is that of its base, too.
+        # Lazy outputs stay the same tensors, since code may have kept them; not views, whose history is their base's.
         stay = [Lazy(x.value) if x._is_view() else x for x in lazies]
         made = stay if run is None else run([x.value for x in lazies])
         ctx.mark_dirty(*(t for t, x in zip(made, lazies, strict=True) if t is x))
-        # The token would make them differentiable.
+        # Outputs that get no gradient: the token would make them differentiable.
         ctx.mark_non_differentiable(*(t for t, x in zip(made, lazies, strict=True) if not x.requires_grad))
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         def lazy(g: Any, window: Window | None) -> torch.Tensor | None:
-            made = g is None or isinstance(g, Lazy)
-            return g if made else Lazy(DeferredTensor(ctx.region, g, window=window, data=g))
+            stays = g is None or isinstance(g, Lazy)
+            return g if stays else Lazy(DeferredTensor(ctx.region, g, window=window, data=g))
 
         return None, None, None, *map(lazy, map(once, gradients), ctx.windows)

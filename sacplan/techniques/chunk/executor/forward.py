@@ -5,7 +5,7 @@ module's entry node for gradients. ``"module"``: the module's own outputs are re
 ``"backward"``: the same, and these outputs are computed on whole tensors. All begin at the module's first
 floating-point argument. Without gradients the module runs as if nothing had been applied.
 
-On a call whose input cannot be sliced as planned, the module runs plainly, and a difference is noted.
+On a call whose input cannot be sliced as planned, the module runs as without a plan, and a difference is noted.
 """
 
 from __future__ import annotations
@@ -90,20 +90,20 @@ class ChunkedForward(StandIn):
         out = self.call_original(*args, **kwargs)
         results, spec = tree_flatten(out)
         if not (lazies := [x for x in results if isinstance(x, Lazy)]):
-            return out
-        # If the loss follows, it is computed of lazy outputs. Else the region ends here: one loop makes all outputs,
-        # and what is no lazy tensor stays as it is.
+            return out  # all that it returns is computed already
+        # With span "rest" the loss is computed from the lazy outputs. Else the region ends here: one loop makes all
+        # outputs. What is no lazy tensor stays as it is.
         run = {"rest": None, "module": compute, "backward": compute_whole}[self.decision.span]
         made = iter(leave(leaves[at], token, tensor, lazies, run))
         return tree_unflatten([next(made) if isinstance(x, Lazy) else x for x in results], spec)
 
     def _axis_of(self, tensor: torch.Tensor) -> Axis | None:
-        """Return the axis of the unit's input that is sliced; None, with a note, if the input has no such axis."""
+        """Return the axis of the unit's input that is sliced; None if it has one element, or (noted) is missing."""
         dim = self.decision.dim
         plain = is_plain(tensor) and not is_transforming()
         if plain and dim < tensor.dim() and tensor.shape[dim]:
             size = tensor.shape[dim]
-            return Axis(dim, 1, size, 1) if size > 1 else None  # else one slice
+            return Axis(dim, 1, size, 1) if size > 1 else None  # one element is one slice: the plain module
         kind = "" if plain else f" of type {type(tensor).__name__}, or inside a transform of torch.func"
         self._note(
             f"on an input of shape {tuple(tensor.shape)}{kind}",

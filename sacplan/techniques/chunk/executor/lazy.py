@@ -12,8 +12,8 @@ A ``Lazy`` is a wrapper subclass without storage. ``defer`` decides about each o
    factor rule. No dispatch mode sees them.
 
 An op that cannot be sliced is computed at once from whole tensors, which costs memory and is never wrong
-(``SlicedRegion.note_whole``). An op is cut when it is deferred, as its arguments are. Of a stretch (``collected.py``)
-the axis of the last result is known, so that its ops are cut when all are there.
+(``SlicedRegion.note_whole``). An op is cut when it is deferred, as its arguments are cut by then. The ops of a stretch
+(``collected.py``) are cut when all are there, since what is known is the axis of the last result.
 
 Shapes come from meta tensors here, which is cheap. A stretch needs the strides that kernels give, and takes fake
 tensors on its device.
@@ -137,7 +137,7 @@ REWRITTEN: dict[Any, Callable[[Any, Sequence[Any]], Any]] = {}
 
 
 def real(lazy: Lazy) -> torch.Tensor:
-    """Compute the tensor, without history. It is kept for as long as anybody refers to the lazy one."""
+    """Return the computed tensor, without history. It is kept for as long as anybody refers to the lazy one."""
     if lazy.value.data is None:
         lazy.settle()
     assert lazy.value.data is not None
@@ -145,7 +145,7 @@ def real(lazy: Lazy) -> torch.Tensor:
 
 
 def settle(values: Sequence[DeferredTensor]) -> None:
-    """Compute values in one loop, and keep them; if all are scalars, with all others that somebody may read."""
+    """Compute values in one loop, and keep them; if all are scalars, with all scalars that somebody may read."""
     if not any(value.shape for value in values):
         pending = (v for region in {value.region for value in values} for v in region.pending)
         values = list(dict.fromkeys((*values, *pending)))
@@ -165,7 +165,7 @@ def free(region: SlicedRegion, tensor: torch.Tensor) -> Lazy:
 
 @functools.cache
 def import_meta_kernels() -> None:
-    """Let PyTorch import what computes shapes. The frames of this import live until Python collects garbage."""
+    """Let PyTorch import what computes shapes outside of a step: frames of the import live until garbage collection."""
     t = torch.empty(1, device="meta")
     torch.mul(t, t)
 
@@ -215,7 +215,7 @@ def _real(value: Any) -> Any:
 
 
 def _filled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-    """Return a scalar like a lazy one, such as the gradient that a backward pass begins with. It needs no value."""
+    """Return a scalar like a lazy one that need not be computed, such as the gradient a backward pass begins with."""
     watch([args[0]])
     like = torch.empty((), dtype=args[0].dtype, device=args[0].device)
     made: torch.Tensor = func(like, *args[1:], **kwargs)
@@ -229,8 +229,8 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not written:  # it only reads lazy tensors
         return func(*_real(args), **_real(kwargs))
     lazy = written[0]
-    # Four cases: written anew by an op that returns the result; computed first and written as a whole; computed
-    # already, or to be computed without slices; and memory that others share, which lazy tensors cannot show.
+    # Four cases: an op that returns the result is deferred instead; a sliced tensor is computed first and written as a
+    # whole; what is not sliced is computed and written in place; a write to a sliced tensor with views is refused.
     alone = traits.in_place and not lazy.value.aliased
     if alone and (functional := _without_writing(func)) is not None and not traits.random:
         made = defer(functional, args, kwargs)
@@ -300,11 +300,11 @@ class _Deferral(Call):
             return self._made(made, Stage.FREE, rule=rule_of(self.func, args, kwargs, made))
         if not any(value.sliced for value in values):
             if len({id(value.region) for value in values}) > 1:
-                self.region = SlicedRegion(1, 1)  # no loop of one of them computes it along
+                self.region = SlicedRegion(1, 1)  # of its own: no loop of these regions computes it along
             return self._made(made, Stage.LATE)
         reduced = [x for x in self.lazies if not (x.value.sliced or x.value.free)]
         if reduced:
-            # It is in the loop and needs a whole value that the loop makes: that takes a loop before this one.
+            # The op is in the loop and reads a whole value that the loop makes: that takes a loop before this one.
             settle(list(dict.fromkeys(x.value for x in reduced if x.value.data is None)))
             settled = {id(x): x.value.data for x in reduced}
             self.args, self.kwargs = tree_map(lambda x: settled.get(id(x), x), (self.args, self.kwargs))
@@ -334,7 +334,7 @@ class _Deferral(Call):
         return self._made(made, Stage.LOOP, rule=rule, cut=cut, windows=windows)
 
     def _shapes(self) -> tuple[Any, Any, Any] | None:
-        """Return arguments and results as meta tensors; no mode sees how they are worked out."""
+        """Return arguments and results as meta tensors, unseen by dispatch modes; None if they cannot be had so."""
         memo: dict[int, torch.Tensor] = {}
 
         def meta(x: Any) -> Any:
@@ -354,7 +354,7 @@ class _Deferral(Call):
                 return None  # data decides, or the op has no meta kernel; if it is an error, the op itself says so
 
     def _whole(self, reason: str) -> Any:
-        """Compute it at once. It counts as whole only if some argument was not there already."""
+        """Compute the op at once, and note it as run whole, unless all its arguments were there already."""
         if not all(x.value.there for x in self.lazies):
             self.region.note_whole(str(self.func), reason)
         return self.func(*_real(self.args), **_real(self.kwargs))
@@ -370,8 +370,8 @@ class _Deferral(Call):
         assert window is not None
         axis, given = window.axis, arguments_by_name(self.func, self.args, self.kwargs)
         if axis.outer != 1 or axis.inner != 1:
-            return None  # the dimension has more than the axis
-        # The shape of the sliced tensor. Its backward op puts the gradient between zeros.
+            return None  # the axis is only a part of the dimension
+        # The shape before slicing. The backward op returns this shape: the gradient between zeros.
         forward = self.func is aten.slice.Tensor
         shape = self.args[0].shape if forward else given["input_sizes"]
         dim, begin = given["dim"] % len(shape), given["start"] or 0
@@ -440,7 +440,7 @@ class Targets:
     loop is for one gradient alone.
 
     Attributes:
-        edges: by edge of autograd's graph, the place of its tensor.
+        edges: by edge of autograd's graph, the index of its tensor.
     """
 
     def __init__(self, entry: Any, tensors: Sequence[torch.Tensor]) -> None:
@@ -468,9 +468,10 @@ class Targets:
         return [waiting.get(i) for i in range(self._n)]
 
     def are_reached_by(self, t: torch.Tensor) -> bool:
-        """Whether these tensors, and the region's input, are all that the gradient of another one is handed on to.
+        """Whether the gradient of ``t`` is handed on to nothing but these tensors and the region's input.
 
-        After ``_NODES_LOOKED_AT`` nodes the answer is no, which costs a loop and is never wrong.
+        The nodes that hand it on are then watched. After ``_NODES_LOOKED_AT`` nodes the answer is no, which costs a
+        loop and is never wrong.
         """
         if t.is_leaf:
             return id(t) in self._leaves
@@ -497,7 +498,7 @@ class Targets:
         edges = node.next_functions
         if node is self._entry() or self.edges.keys().isdisjoint(edges) or _WATCHED in node.metadata:
             return
-        # Once, also for tensors that several regions read: a gradient tells its region.
+        # One hook is enough where several regions read a tensor: a lazy gradient tells its region.
         node.metadata[_WATCHED] = True
         node.register_hook(functools.partial(_handed_on, edges))
 
@@ -537,10 +538,10 @@ def _made_lazy(region: SlicedRegion, gradient: torch.Tensor) -> Lazy | None:
 
 
 def once(gradient: Any) -> Any:
-    """Return a gradient that comes into a region.
+    """Return a gradient that comes into a region, once it is checked.
 
     Raises:
-        ChunkError: it is to be differentiated again, or stands for several.
+        ChunkError: it is to be differentiated again, or is a batch of several gradients.
     """
     if torch.is_grad_enabled() or (gradient is not None and is_batched(gradient)):
         raise ChunkError(
@@ -552,7 +553,7 @@ def once(gradient: Any) -> Any:
 
 
 def _keep_gradients_real(others: Sequence[torch.Tensor], region: SlicedRegion) -> None:
-    """Let tensors that an op reads beside lazy ones get computed gradients, or ones that the entry's loop computes."""
+    """Have gradients computed for tensors of an op that are not lazy: in the entry's loop, or loops of their own."""
     if not torch.is_grad_enabled():
         return
     targets = region.targets()
@@ -562,9 +563,9 @@ def _keep_gradients_real(others: Sequence[torch.Tensor], region: SlicedRegion) -
 
 
 def keep_gradient_real(t: torch.Tensor, region: SlicedRegion) -> None:
-    """Compute the gradient of a tensor, in a loop of its own, if nothing has by the time at which autograd has it."""
+    """Have the gradient of a tensor computed, in a loop of its own, if it is still lazy when autograd hands it on."""
     handle = t.register_hook(_made_real)
-    t._backward_hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]  # others expect a real one
+    t._backward_hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]  # other hooks expect a real one
     region.hooks.append(handle)
 
 

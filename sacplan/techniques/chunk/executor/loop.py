@@ -3,8 +3,8 @@
 ``compute`` works in four steps:
 
 1. Collect the ops that the values need, in the order in which they were deferred (``needed_nodes``).
-2. Run the free ones. One whose results are read in slices only, and always in the same, goes into the loop instead
-   (``_pulled_into_loops``), so that they are never there as a whole: a causal mask, for example.
+2. Run the free ones. A free op whose results are read in slices only, and always the same ones, goes into the loop
+   instead (``_pulled_into_loops``), so that they are never there as a whole: a causal mask, for example.
 3. For each slice of the region, run all ops of the loop on slices (``_Loop``). A slice is let go of after its last use.
    Sliced results are written into tensors with the strides that were recorded. Parts of reduced ones are combined:
    ``total = combine(total, part)``, so that sums are added in the order of the slices.
@@ -57,7 +57,7 @@ def compute(values: Sequence[DeferredTensor]) -> list[torch.Tensor]:
 def compute_with_memory(values: Sequence[DeferredTensor]) -> list[torch.Tensor]:
     """Compute the tensors of values as ``compute`` does; those that are views share the memory of what they view.
 
-    So it is in the plain step, where a gradient and a view of it may both be in use.
+    In the plain step, too, a gradient and a view of it that are both in use share memory.
     """
     viewed = list(dict.fromkeys(map(viewed_by, values)))
     known = dict(zip(viewed, compute(viewed), strict=True))
@@ -73,14 +73,14 @@ def viewed_by(value: DeferredTensor) -> DeferredTensor:
 
 
 def _view_on(value: DeferredTensor, known: Mapping[DeferredTensor, torch.Tensor]) -> torch.Tensor:
-    """Return a value as a view of what is known."""
+    """Return the tensor of a value: a known one, or a view of one."""
     if value in known:
         return known[value]
     node = value.node
     assert node is not None
     (source,) = node.values
-    on = _view_on(source, known)
-    out = _call(node, lambda _: on, node.args)
+    base = _view_on(source, known)
+    out = _call(node, lambda _: base, node.args)
     return next(t for v, t in zip(node.made, tensors_in(out), strict=True) if v is value)
 
 
@@ -194,7 +194,7 @@ class _Loop:
         last: by slice, the last node that uses it. A slice of a value that is there before the loop, and not sliced
             itself, may be a copy: it is taken once for all that read it.
         buffers: memory of results that is there from the start. The first slice overwrites it.
-        starting: whether the first slice runs.
+        starting: whether the first slice is running.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class _Loop:
             used += [v for v in self.made[i] if v is not None]
             uses.append(dict.fromkeys(used, i))
             self.last.update(uses[i])
-        self.ends = [[one for one in used if self.last[one] == i] for i, used in enumerate(uses)]
+        self.ends = [[key for key in used if self.last[key] == i] for i, used in enumerate(uses)]
         self.starting = True
 
     def run(self) -> dict[DeferredTensor, torch.Tensor]:
@@ -233,7 +233,7 @@ class _Loop:
         return {v: t if t.dtype == v.dtype else t.to(v.dtype) for v, t in self._finished()}
 
     def _finished(self) -> Iterator[tuple[DeferredTensor, torch.Tensor]]:
-        """Yield the results, and hold none of them: where a type is converted, both copies are there for one only."""
+        """Yield the results and let go of each, so that only one at a time exists in two types, if types differ."""
         while self.results:
             yield self.results.popitem()
 
@@ -241,8 +241,8 @@ class _Loop:
         slices: dict[_Slice, torch.Tensor] = {}
         for i, (node, cut) in enumerate(self.nodes):
             self._run_node(i, node, cut, slices, start, stop)
-            for one in self.ends[i]:
-                slices.pop(one, None)
+            for key in self.ends[i]:
+                slices.pop(key, None)
 
     def _run_node(
         self,
@@ -260,7 +260,7 @@ class _Loop:
             begin, end = Window(cut.axis, cut.start).clip(start, stop)  # type: ignore[arg-type]
             length = end - begin
             if not length and any(v is not None and v.combined is not None for v in made):
-                return  # beside the window of a shifted tensor; the maximum of nothing, for one, is an error
+                return  # outside of the window of a shifted tensor; the maximum of nothing, for one, is an error
             assert node.rule is not None
             args = resized_arguments(node.rule, args, cut.axis, length)
         windows = iter(self.windows[i])
@@ -280,7 +280,7 @@ class _Loop:
         if node.move:
             (x,) = node.values
             out: Any = _moved(node, given(x), x, made[0], start, stop)
-        # The gradient of a weight: as large as the weight in each slice, if it were made apart and then added.
+        # The gradient of a weight: made apart and then added, it would take the weight's size a second time.
         elif node.func is aten.mm.default and self._adds_products(made[0]):
             self._add_product(made[0], *map(given, node.inputs))
             return
@@ -291,7 +291,7 @@ class _Loop:
                 continue
             if v in self.wanted:
                 self._keep(v, t, node, length, start, stop)
-            if self.last[v] > i or v in self.buffers:  # what a stretch keeps is let go after what the op read
+            if self.last[v] > i or v in self.buffers:  # a buffer's slice is let go of after the inputs
                 slices[v] = t
 
     def _adds_products(self, v: DeferredTensor | None) -> TypeGuard[DeferredTensor]:
@@ -301,13 +301,13 @@ class _Loop:
     def _add_product(self, v: DeferredTensor, left: torch.Tensor, right: torch.Tensor) -> None:
         """Add a matrix product to what earlier slices gave, without a temporary of its size.
 
-        ``addmm`` adds in the type of the product. If the sum has a wider one, parts of some rows are multiplied and
-        added one after the other, so that the temporary is one part.
+        ``addmm`` adds in the type of the product. If the sum has a wider type, rows are multiplied and added part by
+        part, so that the temporary is one part.
         """
-        kind = _sum_type(v)
-        if kind != v.dtype:
+        dtype = _sum_type(v)
+        if dtype != v.dtype:
             if v not in self.results:
-                self.results[v] = torch.zeros(v.shape, dtype=kind, device=v.device)
+                self.results[v] = torch.zeros(v.shape, dtype=dtype, device=v.device)
             rows = max(_FEW_ROWS, -(-v.shape[0] // _PRODUCT_PARTS))
             for total, part in zip(self.results[v].split(rows), left.split(rows), strict=True):
                 total.add_(torch.mm(part, right))
@@ -334,11 +334,11 @@ class _Loop:
             t = t * (length / node.cut.axis.size)
         total = self.results.get(v)
         if total is None:
-            kind = v.dtype if v.combined is Kind.PASS else _sum_type(v)
-            # The part becomes the total, to which later ones are added in place: it must not be an input itself.
+            dtype = v.dtype if v.combined is Kind.PASS else _sum_type(v)
+            # The part becomes the total, to which later parts are added in place: it must not be an input itself.
             shared = {storage_key(x.tensor.untyped_storage()) for x in node.inputs if isinstance(x, Held)}
             fresh = storage_key(t.untyped_storage()) not in shared
-            self.results[v] = t.to(kind) if t.dtype != kind else t if fresh else t.clone()
+            self.results[v] = t.to(dtype) if t.dtype != dtype else t if fresh else t.clone()
         elif v in self.buffers and self.starting:
             total.copy_(t)
         elif v.combined is Kind.PASS:
@@ -363,8 +363,7 @@ def _sum_type(value: DeferredTensor) -> torch.dtype:
 
 def needed_nodes(values: Sequence[DeferredTensor]) -> list[DeferredOp]:
     """Return the nodes that values need, in the order in which they were deferred."""
-    # By number, since a node can be reached in several ways; sorted, they are in an order in which they can
-    # run.
+    # By number, since a node can be reached in several ways, and sorted by it, nodes are in an order that can run.
     found: dict[int, DeferredOp] = {}
     waiting = [v for v in values if v.node is not None]
     while waiting:
@@ -415,16 +414,16 @@ def _call(node: DeferredOp, given: Any, args: Sequence[Any], *, is_one_row: bool
         lambda x: given(x) if isinstance(x, (DeferredTensor, Held)) else x, (tuple(args), node.kwargs)
     )
     if node.func in _VIEWS:
-        out = args[0].reshape(args[1])
+        out = args[0].reshape(args[1])  # the strides of a slice may rule out a view
         return _as_a_row_of_many(out) if is_one_row else out
     return node.func(*args, **kwargs)
 
 
 def _as_a_row_of_many(t: torch.Tensor) -> torch.Tensor:
-    """Return the same tensor; one image [1, C, H, W] with the first stride that it would have beside others.
+    """Return the same tensor; one image [1, C, H, W] with the first stride that it would have among others.
 
-    A view leaves another one there. Kernels choose a memory format by it, and the ops that were recorded for all rows
-    hold for the format of all rows only: ``native_group_norm`` would refuse its input.
+    A view may leave another first stride. Kernels choose a memory format by it, and the ops that were recorded for all
+    rows hold for the format of all rows only: ``native_group_norm`` would refuse its input.
     """
     if t.dim() < 4 or t.shape[0] != 1 or not t.numel():
         return t

@@ -32,18 +32,17 @@ def _rewrites(*ops: Any) -> Callable[[Rewrite], Rewrite]:
 
 @_rewrites(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def _nll(func: Any, args: Sequence[Any]) -> tuple[Any, Any]:
-    """Divide a sum by the total weight, which depends on the targets alone and is there before the loop.
+    """Return the loss and the total weight. A mean is a sum over slices, divided by that weight after the loop.
 
     Without lazy scores, or with lazy targets, the weight that the kernel returns is used.
     """
     scores, targets, weight, reduction, ignored = args
-    # Each slice sums; the division comes once, after the loop.
+    # For a mean, each slice sums: the division comes once, after the loop.
     slice_reduction = _SUM if reduction == _MEAN else reduction
     loss, total = deferred(func, (scores, targets, weight, slice_reduction, ignored), {})
     if not (isinstance(loss, Lazy) and isinstance(scores, Lazy)) or isinstance(targets, Lazy):
         return (defer(aten.div.Tensor, (loss, total), {}) if reduction == _MEAN else loss), total
-    # The total weight is a free node of its own: it depends on the targets alone, so it is there before the
-    # loop.
+    # Else a free node of its own makes the total weight before the loop, from the targets alone.
     held = [Held(t) for t in history_free_aliases([targets] if weight is None else [targets, weight])]
     node = DeferredOp(_total_weight, (reduction, ignored, scores.dtype, *held), {}, Stage.FREE)
     like = torch.empty((), dtype=scores.dtype, device="meta")
@@ -70,7 +69,7 @@ def _total_weight(
 
 @_rewrites(aten.mse_loss_backward.default)
 def _mse_backward(func: Any, args: Sequence[Any]) -> Any:
-    """Multiply in the order of the kernel, so that bits are equal."""
+    """Return the gradient, multiplied in the order of the kernel so that bits are equal."""
     gradient, scores, targets, reduction = args
     difference = defer_any(aten.sub.Tensor, scores, targets)
     norm = 2.0 / math.prod(scores.shape) if reduction == _MEAN else 2.0

@@ -39,7 +39,7 @@ class _Frame:
     """One call of a unit that runs now.
 
     Attributes:
-        over: the last sites of stretches that have run or were given up. Their other ops run as they are.
+        over: the last sites of stretches that have run or were given up. Other ops of these stretches run as they are.
     """
 
     def __init__(self, unit: SlicedForward, outer: FrameType) -> None:
@@ -73,7 +73,7 @@ class _Frame:
             self.unit.differences.note(self._alignment.difference, may_warn=True)
 
     def let_go(self) -> None:
-        """Forget the frames of Python's stack, which hold this and all local variables."""
+        """Forget the frames of Python's stack, which hold this object and all local variables."""
         self._outer, self._calls, self._places = None, {}, CallSites()
 
 
@@ -96,7 +96,7 @@ class StretchMode(Watching):
         """Return None: without gradients nothing is saved."""
 
     def call(self, unit: SlicedForward, outer: FrameType, args: Any, kwargs: Any) -> Any:
-        """Call a unit, and end what is open in it. Ops are searched for their module calls up to ``outer``."""
+        """Call a unit, and end the stretch that stays open in it. Python's stack is read up to the frame ``outer``."""
         frame = _Frame(unit, outer)
         self._frames.append(frame)
         try:
@@ -108,7 +108,7 @@ class StretchMode(Watching):
             frame.end()
         finally:
             self.paused = False
-            # After an error a stretch may be open.
+            # After an error a stretch of this call may still be open.
             if self._open is not None and self._open[0] is frame:
                 self._open = None
             self._frames.remove(frame)
@@ -131,7 +131,7 @@ class StretchMode(Watching):
         site = self._site_of(name, tensors) if is_computation(name) else None
         if self._open is not None:
             _, stretch = self._open
-            # Views have no site of their own. One of what is put off is put off as well.
+            # Views have no site of their own. A view of what is put off is put off as well.
             joins = any(map(stretch.waits_for, tensors)) if is_alias(name) else site is not None
             if joins and stretch.may_defer(func, args, kwargs):
                 decision = stretch.decision
@@ -147,7 +147,7 @@ class StretchMode(Watching):
         return func(*args, **kwargs)
 
     def _site_of(self, name: str, tensors: Sequence[torch.Tensor]) -> CallSite | None:
-        """Return the site of the next op, if it is one of the stretch that is open then. It may open one."""
+        """Return the site of the next op if it belongs to the open stretch, which the op itself may open."""
         ranks = [t.dim() for t in tensors if isinstance(t, StretchTensor) or is_plain(t)]
         description, found = described(name, ranks), None
         # Every frame must see every op, to keep its place in the recording; the innermost unit counts.
@@ -160,12 +160,12 @@ class StretchMode(Watching):
         frame, site = found
         decision = frame.unit.decisions[site]
         if self._open is not None and self._open[1].is_over:
-            # Somebody read a tensor of it without an op, such as its data_ptr(). Its remaining ops run as they are.
+            # Somebody read a tensor of the stretch without an op, as by data_ptr(). Its other ops run as they are.
             self._give_up("a look at the memory of a tensor")
         if self._open is not None and self._open[1].decision is not decision:
-            self._give_up(name)  # its last op was not reached
+            self._give_up(name)  # another stretch begins before the last op of the open one
         if decision.sites[-1] in frame.over:
-            return None
+            return None  # the stretch has run, or was given up
         if self._open is None:
             self._open = frame, Stretch(decision)
         return site
@@ -222,7 +222,7 @@ class SlicedForward(RecordedStandIn):
         around = here.recorder
         if isinstance(around, StretchMode):  # the unit is inside of another one
             return around.call(self, sys._getframe(0), args, kwargs)
-        # Also the recorder, so that unrecorded() pauses it while deferred ops run.
+        # The mode is also the recorder, so that unrecorded() pauses it while deferred ops run.
         mode = here.recorder = StretchMode()
         try:
             with kernel_layouts(self._device_kind()), mode:

@@ -66,7 +66,7 @@ class SlicedRegion:
         length: elements in a slice.
         tally: counts its loops.
         hooks: hooks on tensors outside, to be removed when the region is over.
-        targets: returns what the entry's node gives gradients to (``Targets``); None without one, or when it is gone.
+        targets: returns what the entry's node gives gradients to (``Targets``); None if there is no node, or no longer.
         pending: scalars that nobody has computed yet, and that somebody still refers to. Each loop computes them along,
             since code that looks at one would need a loop for it.
     """
@@ -242,7 +242,7 @@ class DeferredOp:
     Attributes:
         func: the op.
         args, kwargs: its arguments, with ``DeferredTensor`` and ``Held`` instead of tensors.
-        inputs: these, in order.
+        inputs: the ``DeferredTensor`` and ``Held`` among the arguments, in order.
         stage: when it runs.
         number: its place in the order in which ops were deferred.
         rule: its factor rule, if there is one.

@@ -25,7 +25,7 @@ class Board:
         self._told_of_hooks = False
 
     def __reduce__(self) -> Any:
-        return Board, ()  # a copy of the model begins anew
+        return Board, ()  # a copy of the model begins with an empty board
 
     def enter(self, number: int, saved: SavedStorage) -> None:
         """Note that a storage has been sent."""
@@ -53,7 +53,7 @@ class Board:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """The copy out begins."""
+    """The mark at which a copy out begins."""
 
     board: Board
     number: int
@@ -82,7 +82,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class LetGo:
-    """Computation waits for the copy out, and the memory on the device is let go of."""
+    """The mark at which computation waits for a copy out, and the memory on the device is let go of."""
 
     board: Board
     number: int
@@ -100,14 +100,14 @@ class LetGo:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """The copy back begins when autograd first asks for a tensor of this op."""
+    """The mark at an op of which autograd will ask for a tensor: a copy back begins when it first does."""
 
     board: Board
     number: int
     tensor: int
 
     def ran(self, tensors: Sequence[torch.Tensor], saved_of: SavedOf) -> None:
-        """Wait for the tensor to be asked for, unless nothing was sent: then the copy back begins when it is needed."""
+        """Have the copy back begin when the tensor is asked for; if it cannot be watched, the copy begins on need."""
         saved = self.board.look_up(self.number)
         tensor = tensors[self.tensor] if self.tensor < len(tensors) else None
         if saved is not None and tensor is not None and is_plain(tensor):
@@ -116,7 +116,7 @@ class Fetch:
 
 def _fetch(ref: weakref.ref[SavedStorage]) -> None:
     """Begin the copy back of a storage that is away."""
-    # It may have been needed and released before, as in a backward pass through a part of the graph.
+    # The storage may have been needed and released before, as in a backward pass through a part of the graph.
     saved = ref()
     if saved is not None and saved.is_away and isinstance(saved.stand, Parcel):
         saved.stand.fetch()

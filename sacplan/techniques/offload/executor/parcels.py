@@ -24,7 +24,7 @@ class Parcel:
     def __init__(self, tensor: torch.Tensor) -> None:
         vector = whole(tensor)
         self.version = tensor._version
-        self._last_write = last_write_to(tensor.untyped_storage())  # ``tensor.data`` has a version of its own
+        self._last_write = last_write_to(tensor.untyped_storage())  # versions miss writes to ``tensor.data``
         self._device = vector.device
         self._host: torch.Tensor | None = empty_on_host(vector)
         self._out: Transfer | None = Transfer.out(vector, self._host)
@@ -32,7 +32,7 @@ class Parcel:
         self._version_back = 0
 
     def has_all_of(self, storage: torch.UntypedStorage) -> bool:
-        """Whether nobody has written to a storage since the copy began, as far as versions do not show it."""
+        """Whether nobody has written to a storage since the copy began in a way that versions do not show."""
         return last_write_to(storage) == self._last_write
 
     def await_out(self, storage: torch.UntypedStorage) -> None:
@@ -54,7 +54,7 @@ class Parcel:
         """Return a view of the contents on the device; computation waits for them.
 
         Raises:
-            OffloadError: somebody has written to the copy since it is back.
+            OffloadError: somebody has written to the copy since it came back.
         """
         self.fetch()
         assert self._back is not None

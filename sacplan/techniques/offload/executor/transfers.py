@@ -3,8 +3,8 @@
 Each GPU has two streams for this, one out and one back. What orders them against the streams that compute are events
 and nothing else:
 
-- A copy out begins when the stream that computes has made the value, and runs beside all that is launched later. Memory
-  that it reads may go to others only when it is over, so whoever lets go of a tensor waits for its transfer first.
+- A copy out begins when the stream that computes has made the value, and runs in parallel with later work. Memory that
+  the copy reads may go to others only when it is over, so whoever lets go of a tensor waits for its transfer first.
 - A copy back goes into memory that the computing stream has taken. Whoever used that memory before did so on that
   stream, and the copy waits for it; it also waits for its own way out. Whoever needs the value waits for the copy.
 
@@ -12,7 +12,7 @@ So memory is taken and freed on the computing stream, in an order that does not 
 peak of a step does not either. With ``Tensor.record_stream`` for the copying streams it would: the allocator then keeps
 a block until it next happens to look at an event.
 
-Several computing streams are right as well. Each transfer remembers its ``home``, the stream on which it began, since a
+Several computing streams work as well. Each transfer remembers its ``home``, the stream on which it began, since a
 saved tensor may be let go of, asked for or dropped on another stream or thread (autograd runs a node on the stream of
 its forward op). Each stream that uses a transfer waits for it itself. Where it is not the one to which the memory
 belongs, ``record_stream`` tells the allocator of it. For the stream to which it belongs that does nothing
@@ -27,7 +27,7 @@ the copies that use it are over (``record_event`` in ``aten/src/ATen/native/cuda
 
 Writes in place to a tensor that is on its way out can garble the copy, but not a value that is used: the memory is let
 go of only if the tensor's version, and the writes that the unit saw, are those of the moment at which the copy began
-(``marks.LetGo``). Behind that the copy is over.
+(``marks.LetGo``). After that the copy is over.
 
 Without a GPU a copy is made where it would begin. Order, values, and what is held when are the same.
 """
@@ -64,7 +64,7 @@ def _streams_of(device: torch.device) -> _Streams:
 
 
 class _Awaited:
-    """The end of a copy, for which its home has to wait yet.
+    """The end of a copy, for which its home still has to wait.
 
     Attributes:
         event: the end.
@@ -77,7 +77,7 @@ class _Awaited:
         self.event, self.home = event, home
 
     def give_up(self, _: object = None) -> None:
-        """Have the home wait now, unless it does."""
+        """Have the home wait now, unless it waits already."""
         home, self.home = self.home, None
         if home is not None:
             home.wait_event(self.event)
@@ -87,7 +87,7 @@ class Transfer:
     """A copy that may still run.
 
     Attributes:
-        target: the memory that is written. It lives as long as the transfer, so that this can be waited for before.
+        target: the memory that is written. The transfer keeps it, so that it is not freed before the end is awaited.
     """
 
     __slots__ = ("_awaited", "_device", "_source", "target")
@@ -97,13 +97,13 @@ class Transfer:
         self._device = device
         self._awaited: _Awaited | None = None
         self._source: weakref.ref[Any] | None = None
-        # With streams, ``out`` and ``back`` begin the copy, each on a stream of its own.
+        # Without streams the copy is made now. With streams, ``out`` and ``back`` begin it, each on its own stream.
         if device.type not in WITH_STREAMS:
             target.copy_(source)
 
     @classmethod
     def out(cls, source: torch.Tensor, host: torch.Tensor) -> Transfer:
-        """Copy from the device, behind all that has been launched so far."""
+        """Copy from the device, after all that has been launched so far."""
         made = cls(host, source, source.device)
         if source.device.type in WITH_STREAMS:
             awaited = made._begin(_streams_of(source.device).out, source)
@@ -119,7 +119,7 @@ class Transfer:
         made = cls(copy, host, copy.device)
         if copy.device.type in WITH_STREAMS:
             stream = _streams_of(copy.device).back
-            # The stream that asks may not be the one that has waited for the way out.
+            # The stream that asks need not be the one that has waited for the way out.
             if sent is not None and sent._awaited is not None:
                 stream.wait_event(sent._awaited.event)
             made._begin(stream, host)

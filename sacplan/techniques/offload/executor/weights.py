@@ -5,7 +5,7 @@ into the parameter find the weights there. It is swapped for a copy on the devic
 recipes and nodes of custom functions have saved of that copy lets go of it when the call ends, and shares a second copy
 when it is asked for.
 
-One that is trained is updated where it lies. Its optimizer moves the gradient to the host as soon as it is there, as
+A trained parameter is updated on the host. Its optimizer moves the gradient there as soon as it is computed, as
 torchao's ``CPUOffloadOptimizer`` does with ``offload_gradients=True``.
 """
 
@@ -48,7 +48,7 @@ class HostWeight:
         module: the module that has it.
         name: its name there.
         number: that of the decision.
-        decision: which it carries out.
+        decision: the one that it carries out.
         board: knows what has been taken away in the forward pass that runs.
 
     Raises:
@@ -79,8 +79,8 @@ class HostWeight:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy of the model, whose parameter settles when it is first used."""
-        anew = {"_host": torch.empty(0), "_arriving": None, "_inside": 0, "_there": _nothing}
-        return self.__dict__ | anew | {"_copied": True}
+        reset = {"_host": torch.empty(0), "_arriving": None, "_inside": 0, "_there": _nothing}
+        return self.__dict__ | reset | {"_copied": True}
 
     def _settle(self, parameter: torch.Tensor) -> None:
         """Have a parameter on the host from here on."""
@@ -95,7 +95,7 @@ class HostWeight:
         parameter = self._module._parameters.get(self._name)
         if parameter is None or parameter.untyped_storage() is self._host.untyped_storage():
             return parameter
-        # One that ``load_state_dict(assign=True)`` has put there may be elsewhere.
+        # A copy of the model settles here, and a parameter that ``load_state_dict(assign=True)`` took from elsewhere.
         if (self._copied or parameter.device != self._device) and _fills_storage(parameter):
             with unrecorded():
                 self._settle(parameter)
@@ -121,7 +121,7 @@ class HostWeight:
         """
         with _switching:
             self._inside += 1
-            # It may have left with the last of its uses, and be used once more.
+            # In a call inside of another the parameter is there already, unless it has left with the last of its uses.
             if not self.is_there:
                 self._enter()
 
@@ -157,7 +157,7 @@ class HostWeight:
         """
         with _switching:
             self._inside -= 1
-            # The module around the last of its uses runs on without it.
+            # The last of its uses ends. If ``around`` is another module, that one runs on without the parameter.
             if self._inside <= (self._decision.around != self._decision.module):
                 self._leave(nodes)
 
@@ -185,7 +185,7 @@ class HostWeight:
         return _Second(self, self._host, self._device, version)
 
     def check_unwritten(self, version: int) -> None:
-        """Raise ``OffloadError`` if the parameter, as far as it lies here, was written since it had this version."""
+        """Raise ``OffloadError`` if the parameter, if it is on the host, was written since it had this version."""
         parameter = self._parameter
         if parameter is not None and parameter._version != version:
             raise OffloadError(
@@ -281,12 +281,12 @@ class _OfNode:
     def _take_away(self, *ran: Any) -> None:
         for name, value in self._away.items():
             setattr(self._node(), name, value)
-        if ran:
+        if ran:  # as autograd's hook, after the node
             self._saved = None
 
 
 class WeightForward(StandIn):
-    """Stands in for the forward of a module with whose calls copies of parameters begin, or that uses some.
+    """Stands in for the forward of a module whose calls begin copies of parameters, or use such parameters.
 
     Attributes:
         begins: the parameters whose copies begin with a call.
@@ -369,7 +369,7 @@ class InstalledWeights(Installed):
         if fqn not in self._forwards:
             module = model.get_submodule(fqn)
             found = self._forwards[fqn] = WeightForward(module, fqn)
-            # Below the recorder of a unit: it has to be there yet when the call lets go of its parameters.
+            # Inside the recorder of a unit, which must still be there when the call lets go of its parameters.
             above = found.replaced
             if isinstance(above, StandIn) and above.records:
                 found.replaced, above.replaced = above.replaced, found
