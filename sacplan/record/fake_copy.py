@@ -35,7 +35,7 @@ from sacplan.torch_compat.local_tensors import local_part, stands_for_another, w
 
 
 class FakeCopier:
-    """Maps the tensors of a model, a batch and an optimizer to fake CPU ones, which share storages as the originals do."""
+    """Maps tensors of a model, a batch and an optimizer to fake CPU ones, which share storages as the originals do."""
 
     def __init__(self, rules: DataRules | None = None) -> None:
         self._rules = rules  # learns the values of real integers

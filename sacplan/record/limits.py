@@ -48,7 +48,7 @@ def explained_limits() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise  # a RuntimeError, too, but its own message is the best one
     except (RuntimeError, AttributeError, AssertionError, NotImplementedError, EOFError) as error:
-        # Before the messages are looked at: run on zeros, an op may fail with any of them.
+        # Looked at before the messages, since an op that PyTorch ran on zeros may fail with any of them.
         op = op_run_on_zeros(error)
         if op is not None:
             raise TraceError(

@@ -27,7 +27,7 @@ _WITHOUT_CALL: dict[str, Any] = {
     "recomputable": False, "state_bytes": 0, "replaces": -1, "inputs": (), "outputs": (), "arguments": "[[],{}]",
     "forward_of": -1, "recomputes": -1,
 }  # fmt: skip
-"""Fields of an op that refer to the call, or to ops of the program that it was rehearsed in."""
+"""Fields of an op about its call and other ops of the rehearsal, with the values for an op that has neither."""
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class Rehearsal:
     def into(
         self, draft: PatchBuilder, seen: RehearsedOps, phase: Phase, scope: int
     ) -> list[tuple[int, int]]:
-        """Put ops that were seen into a program, and return their events; new storages are added to it."""
+        """Add ops that were seen, and their new storages, to a program, and return their events."""
         storage = draft.numbering(self.known, self._recorder.storages.nbytes)
         # A plan names call sites of the model, and these ops have none, so none of them may run again.
         ops = [msgspec.structs.replace(op, phase=phase, scope=scope, **_WITHOUT_CALL) for op in seen.ops]
