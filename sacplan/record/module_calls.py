@@ -86,7 +86,8 @@ class ModuleCalls:
             hooks.register_module_forward_hook(self._exit, always_call=True),
         ]
         # Global pre-hooks run before a module's own ones (torch/nn/modules/module.py, ``_call_impl``). What own
-        # ones run is no part of the module, since recipes of a unit do not see it; so a hook after these begins the call.
+        # ones run is no part of the module, since recipes of a unit do not see it. So the call begins in a hook after
+        # these.
         for key, module in self._modules.items():
             if module._forward_pre_hooks:
                 self._removers.append(module.register_forward_pre_hook(self._begin))
