@@ -46,7 +46,7 @@ class ProfileFile(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         if self.sha256 != _digest(self):
             raise TraceError("its contents do not have the checksum in `sha256`: it was damaged or edited.")
-        # The file may come from another version of torch, with types that this one lacks.
+        # Another version of torch, with other types, may have written the file.
         types = {tensor.dtype for tensor in self.recorded.tensors}
         types.update(dtype.rpartition(".")[2] for _, _, dtype in self.fingerprint.parameters)
         for name in types:

@@ -143,7 +143,7 @@ def without_optimizer(of: Profile) -> Profile:
 
 
 def with_optimizer(of: Profile, step: OptimizerStep) -> Profile:
-    """Return a step that had no optimizer with this optimizer step after its backward pass."""
+    """Return a step without an optimizer, with this optimizer's step added after its backward pass."""
     own = step.recorded.fingerprint.setup
     taken = {"optimizer": own.optimizer, "optimizer_host_bytes": own.optimizer_host_bytes}
     fingerprint = replace(of.fingerprint, setup=replace(of.fingerprint.setup, **taken))
@@ -172,7 +172,7 @@ def with_other_optimizer(of: Profile, make: Factory) -> Profile:
 
 
 def program_with_optimizer(program: Program, step: OptimizerStep) -> Program:
-    """Return a program that had no optimizer, planned or not, with this optimizer step after its backward pass."""
+    """Return a program without an optimizer, planned or not, with this step added after its backward pass."""
     return program.with_(_spliced(program, step, _end_of_backward(program)))
 
 
@@ -224,7 +224,7 @@ def _spliced(program: Program, step: OptimizerStep, at: int) -> Patch:
     draft, initial = PatchBuilder(program), set(source.initial)
     for s in new:
         known[s] = draft.new_storage(source.storage_bytes[s], source.storage_kinds[s])
-    # State that was alive when the recorded step began is alive when this program's step begins.
+    # State that was alive when the recorded step began is alive when this step begins.
     draft.initial += [known[s] for s in new if s in initial]
     # Tensors first, since ops refer to them.
     place: dict[int, int] = {}

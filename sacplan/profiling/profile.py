@@ -79,7 +79,7 @@ class Source:
     Attributes:
         model: the user's.
         again: records the step once more, with other fields of the ``StepRequest``.
-        joint_graphs: of a step that inductor compiles, the joint graphs as they were split when it was recorded.
+        joint_graphs: the joint graphs of a step that inductor compiles, split as when it was recorded.
     """
 
     model: torch.nn.Module
@@ -191,7 +191,7 @@ class Profile:
         return self._again(compiled=None)
 
     def run_with(self, plan: Any) -> Profile:
-        """Return the profile of a compiled step that is run again with a plan, dry; runs are cached by decisions.
+        """Return the profile of a compiled step run again with a plan, dry; cached by decisions.
 
         Raises:
             PlanError: as for ``uncompiled``; or the plan cannot run compiled.
@@ -210,7 +210,7 @@ class Profile:
         return self._dry_runs[plan.decisions]
 
     def run_again(self) -> Profile:
-        """Return the profile of a compiled step that is run again without a plan, dry.
+        """Return the profile of a compiled step run again without a plan, dry.
 
         Raises:
             PlanError: as for ``uncompiled``.

@@ -63,7 +63,7 @@ def summed_outputs(setup: Setup) -> str:
 
 
 def loss_of_library(model: torch.nn.Module, setup: Setup) -> tuple[str, ...]:
-    """Return a sentence on the loss of a transformers model and its version; () if the step trains another loss."""
+    """Return, in a tuple, a sentence on the loss of a transformers model; () if the step trains another loss."""
     if setup.loss != OWN_LOSS or not type(model).__module__.startswith("transformers."):
         return ()
     loss = getattr(model.loss_function, "__name__", "a loss of its own")

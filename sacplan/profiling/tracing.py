@@ -185,7 +185,7 @@ def profile(
 
 
 def warn_of_step(found: Profile, stacklevel: int) -> None:
-    """Warn if a recorded step differs from what its user trains: a loss or arithmetic in bfloat16 is missing."""
+    """Warn if a recorded step is not what its user trains: there is no loss, or no arithmetic for bfloat16."""
     if said := without_bfloat16(found.recorded, found.spec):
         warnings.warn(f"{said}.", SacplanWarning, stacklevel=stacklevel + 1)
     if said := summed_outputs(found.fingerprint.setup):
@@ -529,7 +529,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _check_recorded(program: Program, mode: Mode) -> None:
-    # A plan is about module calls and what the backward pass needs: with no calls, or no such pass, there is none.
+    # A plan decides what module calls keep for the backward pass: without calls, or that pass, there is no plan.
     if not program.scopes:
         raise TraceError(
             "no module of the model was called in the step. Does loss_fn use the model that it is given, "

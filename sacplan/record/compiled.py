@@ -172,7 +172,8 @@ def really_compiled(model: torch.nn.Module, compilation: Compilation | None, ste
 class _Unwatched:
     """Calls a compiled module without the hooks that came after it was compiled, such as those of a recorder.
 
-    Dynamo would trace these hooks, and compile again because of them. The module's own late pre-hooks run here instead.
+    Dynamo would trace these hooks, and compile again because of them. Those of the module itself, and global ones, run
+    here instead.
     """
 
     def __init__(self, module: torch.nn.Module, compiled: Callable[..., Any]) -> None:

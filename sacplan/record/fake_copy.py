@@ -64,7 +64,7 @@ class FakeCopier:
         if stands_for_another(t):
             return self._twin_around(t)
         if t.layout != torch.strided:
-            # Only strided tensors have fake twins. An op that takes this one fails, but often none does (in Whisper).
+            # Only strided tensors have fake twins. An op that takes this one fails, but there may be none (Whisper).
             self.memo[id(t)] = t
             return t
         # Tensors that share a storage (tied weights, views) must share one in the copy, or their memory counts twice.
@@ -124,8 +124,7 @@ class FakeCopier:
         Raises:
             TraceError: the model cannot be copied.
         """
-        # In this order: the memo gets a twin of every tensor, generator and shared object, and of optimizers that hooks
-        # step; gradients are left out; then Python's own deep copy does the rest.
+        # The memo gets its twins, gradients are left out, and then Python's own deep copy does the rest.
         own: dict[int, Any] = {}
         for value in reachable(model, seen=own):
             if isinstance(value, torch.Tensor):
@@ -158,7 +157,7 @@ class FakeCopier:
         return twin
 
     def forget_hooks(self) -> None:
-        """Remove the hooks of the copy's parameters: they refer to the parameters, cycles that are never collected."""
+        """Remove the hooks of the copy's parameters: they refer to these, in cycles that are never collected."""
         for handle in self._gradient_hooks:
             handle.remove()
 

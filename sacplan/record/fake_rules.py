@@ -54,7 +54,7 @@ spread: RuleTable[Callable[..., None]] = RuleTable()
 # --- ops that ask for data ---------------------------------------------------------------------------
 
 
-# Ops that depend on data without PyTorch's tags for it, and the last two, whose fake kernels refuse what others take.
+# Ops that depend on data without PyTorch's tags for it; fake kernels of the last two refuse what real ones take.
 _UNTAGGED = (
     aten.equal.default,
     aten.allclose.default,

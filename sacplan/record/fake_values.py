@@ -1,4 +1,4 @@
-"""Values that are known in a fake step, kept for fake tensors, and the rules applied so far.
+"""Values of fake tensors that are known in a fake step, and the rules applied so far.
 
 Values are kept by storage, so that views and in-place writes need no bookkeeping. Real ops run on known values only.
 None of them draws random numbers, and none touches the user's tensors. No weight is copied: a tensor of integers or
@@ -181,7 +181,7 @@ class KnownValues:
         value: torch.Tensor | None,
         rules: dict[str, None],
     ) -> torch.Tensor:
-        """Return a new fake tensor that holds ``value``; None if the value is not known."""
+        """Return a new fake tensor that holds ``value``; if this is None, the tensor's value is not known."""
         with self.paused():
             fake = torch.empty_strided(size, stride, dtype=dtype)
         if value is not None:

@@ -45,7 +45,7 @@ def has_gradient_hooks(model: torch.nn.Module) -> bool:
 
 
 def copy_gradient_hooks(model: torch.nn.Module, functions: TwinFunctions) -> list[RemovableHandle]:
-    """Register the hooks of a model's parameters on their twins, and return handles that remove these."""
+    """Register the hooks of a model's parameters on their twins, and return the handles."""
     handles: list[RemovableHandle] = []
     for p in model.parameters():
         twin = functions.of(p)

@@ -201,7 +201,7 @@ class CPUOffloadSizes(torch.optim.Optimizer):
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         small = [p for p in trained if p.numel() < minimal_size]
         self._offloaded = [p for p in trained if p.numel() >= minimal_size]
-        # What an optimizer keeps follows from the parameter's layout and type, so it is measured once for each of them.
+        # What an optimizer keeps follows from the parameter's layout and type, so it is measured once for each.
         alike = {(p.shape, p.stride(), p.dtype): p for p in self._offloaded}
         make = functools.partial(optimizer_class, **kwargs)
         n_bytes = {like: _bytes_on_host(make, p) for like, p in alike.items()}

@@ -129,7 +129,7 @@ class InPlaceWrites:
         elif call.func in CANDIDATES and len(op.writes) == 1 and op.reads and called_by_autograd():
             write = self._candidate(call, index, op)
         if write is None or call.func is not _ADD:
-            self._sums.clear()  # they were the formula's, since another op of the node follows
+            self._sums.clear()  # they were the formula's
             if write is not None:
                 self._writes.append(write)
         else:
@@ -140,9 +140,9 @@ class InPlaceWrites:
         self._sums.clear()
 
     def _candidate(self, call: Call, index: int, op: Op) -> _Write | None:
-        """Return the write in place that the plain step may do for an op, as far as its arguments tell; or None."""
-        # None leaves the op as it was recorded, which may be one temporary too many; a wrong candidate would be a peak
-        # that is too low. Whether anybody else holds the old storage, ``settle`` finds out from the events.
+        """Return the write in place that an op may be in the plain step, by its arguments; None for none."""
+        # None leaves the op as recorded, which may be one temporary too many; a wrong candidate would be a peak that is
+        # too low. Whether anybody else holds the old storage, ``settle`` finds out from the events.
         func, args, out = call.func, call.args, call.returned
         first, old, new = args[0], op.reads[0], op.writes[0]
         # In place, the result has the layout of the first argument. The engine asks for a dense one (``accumulate`` in

@@ -276,7 +276,7 @@ class Recorder(Watching):
         return len(self._ops), len(self._events)
 
     def seen_since(self, n_ops: int, n_events: int) -> tuple[list[Op], list[tuple[int, int]]]:
-        """Return ops and events after the first ``n_ops`` and ``n_events``; events count ops from ``n_ops``."""
+        """Return ops and events after the first ``n_ops`` and ``n_events``; in these, ops count from 0."""
         events = [(code, arg - n_ops if code == _OP else arg) for code, arg in self._events[n_events:]]
         return self._ops[n_ops:], events
 
@@ -365,10 +365,10 @@ class Recorder(Watching):
         compiled = inductor.in_compiled_graph()
         written = plain_tensors(traits.written(args, kwargs)) if traits.written_names and not compiled else ()
         mutates = tuple(dict.fromkeys(map(self.storages.of, written)))
-        if seen_op is None:  # an op that can be looked up resizes nothing (``SeenOps``)
+        # An op that can be looked up resizes nothing, and takes plain tensors only (``SeenOps``).
+        if seen_op is None:
             for t in written:
                 self.storages.resized(t.untyped_storage())
-        # An op that can be looked up takes plain tensors only (``SeenOps``).
         taken = plain_tensors(args, kwargs) if seen_op is None else tensors_in((args, kwargs))
         taken_on, lent = self.storages.taken(taken, lifts=func is _LIFTS)
         lent |= func is ZERO_TENSOR
@@ -520,7 +520,7 @@ class Recorder(Watching):
         ops, events, same = self._in_place.settle(self._ops, own_events, kinds, born_backward)
         table = self.tensors.table(same)
         ops, events = plain_formulas(ops, events, self._formulas, table)
-        # Storages that are freed at one moment are so in any order. Sorted, equal layers have equal events.
+        # Storages freed at one moment come in no fixed order. Sorted, equal layers have equal events.
         runs = groupby(events, key=itemgetter(0))
         events = [event for code, run in runs for event in (sorted(run) if code == _FREE else run)]
         recorded = Program(

@@ -53,7 +53,6 @@ class Rehearsal:
         device: what it runs on.
 
     Attributes:
-        device: see above.
         known: by storage of the recorder, the storage of the program.
     """
 

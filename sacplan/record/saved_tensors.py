@@ -151,8 +151,7 @@ class SavedTensors:
             return (
                 _SavedLocalTensor(packed, wrapping_of(tensor)) if isinstance(packed, _SavedTensor) else tensor
             )
-        # From here on the tensor gets a handle, unless there is nothing to tell apart. Without a handle autograd holds
-        # the tensor itself, and its storage dies when code and autograd have let go.
+        # Without a handle autograd holds the tensor itself, and its storage dies when code and autograd have let go.
         storage = self.storages.ids.get(storage_key(tensor.untyped_storage()))
         if storage is None or (storage in self.storages.initial and not self._may_leave(tensor)):
             return tensor  # not of this step, or alive to its end in any case: nothing to tell apart

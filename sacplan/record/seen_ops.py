@@ -137,7 +137,7 @@ class SeenOps:
         if not eligible or (func in _FILLED and not self._is_not_followed(args, kwargs)):
             return None
         # Whether gradients are on is in the key: oneDNN's LSTM returns a workspace only then. So is the default type,
-        # which a quotient of integers has. The entry holds the op, so that its identity is not given to another one.
+        # which a quotient of integers has.
         parts: list[Any] = [id(func), torch.is_grad_enabled(), torch.get_default_dtype()]
         # The values of a view are those of its storage, whether they are known or not: nothing has to be followed.
         known = not is_view and self._rules is not None and self._rules.knows_values

@@ -74,10 +74,10 @@ def final_ops(program: Program) -> tuple[Op, ...]:
     # One pass suffices, since a version is made before it is read. The invariant: ``kept`` holds the overwritten
     # versions of makers seen so far that will not run again.
     overwritten = {op.replaces for op in ops if op.replaces >= 0}
-    kept: set[int] = set()  # overwritten storages whose makers may not run again
+    kept: set[int] = set()
     found = []
     for i, op in enumerate(ops):
-        # What it reads has another value by then if it is written later. What it writes would lose the later value.
+        # Run again, it would read another value, or overwrite a later one, if the storage is written later.
         may = op.recomputable and not any(written.get(s, -1) > i for s in (*op.reads, *op.writes))
         may = may and kept.isdisjoint(op.reads)
         if not may:

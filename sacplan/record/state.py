@@ -146,7 +146,7 @@ class Snapshot:
                         del steps[0]
             except KeyboardInterrupt as error:
                 interrupt = error
-            except Exception as error:  # of an object that refuses its old state: the others still get theirs
+            except Exception as error:
                 failed.append(f"{type(error).__name__}: {error}")
                 del steps[0]
         if interrupt is not None:

@@ -112,8 +112,7 @@ def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> P
     def make_state() -> None:
         """Have the optimizer make its state, which the recorded step then finds, as later steps do."""
         assert optimizer is not None
-        # The recorded step must find this state as if it had been there before. Of floats, only single ones are
-        # followed: the count of steps, and no moments.
+        # Of floats, only single ones are followed: the count of steps, and no moments.
         with recorder.paused(), rules.few_floats() if rules is not None else contextlib.nullcontext():
             before_largest_step(optimizer, (lambda number: number) if rules is None else rules.value)
         recorder.training.track_optimizer(optimizer, initial=True)

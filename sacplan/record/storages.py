@@ -114,7 +114,7 @@ class Storages:
 
     @property
     def fixed(self) -> dict[int, str]:
-        """By storage, the name of the parameter that makes it fixed (``is_fixed``); of those before the step."""
+        """By storage for which ``is_fixed`` holds, and that was there before the step, its parameter's name."""
         named = ((self.ids.get(key), names) for key, names in self._names.items())
         return {at: next(iter(names)) for at, names in named if at in self.initial and len(names) == 1}
 
@@ -130,14 +130,14 @@ class Storages:
         return self.ids.get(storage_key(local_part(tensor).untyped_storage())) in self.on_host
 
     def host_bytes_of(self, tensors: Sequence[torch.Tensor], storages: Sequence[int]) -> int:
-        """Return the host's bytes that an op reads or writes there; 0 if its largest tensor is on the device."""
+        """Return the bytes that an op uses on the host; 0 if its largest tensor is on the device."""
         if self.on_host.isdisjoint(storages):
             return 0
         _, largest = max((t.numel(), s in self.on_host) for t, s in zip(tensors, storages, strict=True))
         return sum(self._raw[s] for s in self.on_host.intersection(storages)) if largest else 0
 
     def track_alive(self, storages: Iterable[weakref.ref[Any]]) -> None:
-        """Count those of these storages that are still alive, from the start."""
+        """Count storages as alive from the start, if they are still alive."""
         for storage in filter(None, (ref() for ref in storages)):
             if storage_key(storage) not in self.ids:
                 self.initial[self.add(storage, StorageKind.OTHER)] = None

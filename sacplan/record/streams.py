@@ -36,7 +36,7 @@ class Streams(ExitStack):
 
     Attributes:
         default: the stream of computation.
-        side: storages that were made on other streams than the default one, to the number of the stream.
+        side: storages that were made on other streams than the default one, to the stream's number.
     """
 
     def __init__(self, extend: Callable[[int, float], None]) -> None:

@@ -71,7 +71,7 @@ class TrainingState:
         if self.is_paused():
             return
         self.in_optimizer_step -= 1
-        # It may have made its state just now. Only the step's own optimizers count, not those inside of a wrapper.
+        # It may have made its state just now. Optimizers inside of a wrapper are not this step's.
         if any(optimizer is o for o in self._optimizers):
             self._track_state(optimizer)
 
