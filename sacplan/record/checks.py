@@ -42,10 +42,10 @@ def outcome_that_passes() -> bool | None:
     # If no check covers the place, a plain branch asks. If several do, they must agree: nested ones, or, where only the
     # line is known (Python 3.10), those on one line.
     at = _place(frame)
-    found = {
+    outcomes = {
         outcome for low, high, outcome in _checks_in(frame.f_code.co_filename) if low[: len(at)] <= at <= high
     }
-    return found.pop() if len(found) == 1 else None
+    return outcomes.pop() if len(outcomes) == 1 else None
 
 
 def _place(frame: FrameType) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ def _checks_in(filename: str) -> tuple[tuple[tuple[int, int], tuple[int, int], b
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):  # no Python source, such as a template
         return ()
-    found = []
+    checks = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
             passes = True
@@ -77,8 +77,8 @@ def _checks_in(filename: str) -> tuple[tuple[tuple[int, int], tuple[int, int], b
             test = node.test
             first = node.lineno, node.col_offset  # where Python 3.11 places the jump
             last = test.end_lineno or 0, test.end_col_offset or 0
-            found.append((first, last, passes is polarity))
-    return tuple(found)
+            checks.append((first, last, passes is polarity))
+    return tuple(checks)
 
 
 def _polarity(test: ast.expr) -> bool | None:

@@ -195,15 +195,15 @@ class FakeCopier:
                 for group in optimizer.param_groups
             ]
             try:
-                made = type(optimizer)(groups, **_constructor_arguments(optimizer))
+                twin = type(optimizer)(groups, **_constructor_arguments(optimizer))
             except TypeError as error:
                 raise TraceError(
                     f"the optimizer {type(optimizer).__name__} cannot be made again for the fake parameters: "
                     f"{error}. Pass a callable instead: optimizer=lambda params: ..."
                 ) from error
         else:
-            made = make_optimizer(stand_in_factory(optimizer), fake_model)
-        return for_fake_steps(made)
+            twin = make_optimizer(stand_in_factory(optimizer), fake_model)
+        return for_fake_steps(twin)
 
 
 _SHARED = (types.ModuleType, type(threading.Lock()), type(threading.RLock()), threading.Thread, io.IOBase)

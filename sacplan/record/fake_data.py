@@ -164,8 +164,8 @@ class DataRules(KnownValues, Watching):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        # An answer takes the place of the op, which FakeTensorMode would refuse. ``NewArguments`` runs it on others, and
-        # ``NO_ANSWER`` leaves it to FakeTensorMode, whose refusal is explained below.
+        # An answer takes the place of the op, which FakeTensorMode would refuse. With ``NewArguments`` the op runs on
+        # these, and ``NO_ANSWER`` leaves it to FakeTensorMode, whose refusal is explained below.
         if needs_an_answer(func):
             found = answer.get(func, answer_if_known)(self, func, args, kwargs)
             if isinstance(found, NewArguments):

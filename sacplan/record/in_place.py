@@ -258,12 +258,12 @@ def plain_formulas(
         while run and ops[run[-1]].name in _ENGINES_SUMS:
             run.pop()
         runs.append(run)
-    made: dict[int, int] = {}  # storage to the last op of its formula's run
+    end_of: dict[int, int] = {}  # storage to the last op of its formula's run
     last_of: dict[int, int] = {}
     for run in runs:
         for i in run:
             last_of[i] = run[-1]
-            made.update(dict.fromkeys(ops[i].writes, run[-1]))
+            end_of.update(dict.fromkeys(ops[i].writes, run[-1]))
     # A storage that is freed while its formula runs is a temporary. Those that outlive the formula are its results, or
     # gradients that are added up later.
     temporaries: set[int] = set()
@@ -272,7 +272,7 @@ def plain_formulas(
     for code, arg in events:
         if code == Event.OP:
             latest = arg
-        elif code == Event.FREE and arg in made and last_of.get(latest) == made[arg]:
+        elif code == Event.FREE and arg in end_of and last_of.get(latest) == end_of[arg]:
             temporaries.add(arg)
             continue
         kept.append((code, arg))

@@ -56,9 +56,9 @@ def explained_limits() -> Iterator[None]:
                 f'{_first_line(error)}. Use trace="real", or give the op one with torch.library.register_fake.'
             ) from error
         for limit in _LIMITS:
-            found = re.search(limit["message"], str(error)[:_BEGINNING])
-            if found is not None:
-                advice = limit["advice"].format(**found.groupdict())
+            match = re.search(limit["message"], str(error)[:_BEGINNING])
+            if match is not None:
+                advice = limit["advice"].format(**match.groupdict())
                 raise TraceError(f"{advice}. PyTorch says: {_first_line(error)}") from error
         raise  # the model's own error
 

@@ -103,8 +103,8 @@ class LongestBatch:
     def _most_of(self, part: int, rows: int) -> tuple[int, ...]:
         """Return ``rows`` samples, those with the most elements in tensor number ``part``."""
         size = self._sizes
-        found = heapq.nsmallest(rows, size, key=lambda i: (-sum(size[i][part : part + 1]), -sum(size[i]), i))
-        return tuple(found[k % len(found)] for k in range(rows))
+        most = heapq.nsmallest(rows, size, key=lambda i: (-sum(size[i][part : part + 1]), -sum(size[i]), i))
+        return tuple(most[k % len(most)] for k in range(rows))
 
     def _shortest(self, rows: int) -> list[int]:
         by_size = sorted(self._sizes, key=lambda i: (sum(self._sizes[i]), i))

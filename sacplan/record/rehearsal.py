@@ -77,11 +77,11 @@ class Rehearsal:
         like = self.program.tensors[tensor]
         assert self._mode is not None
         # No op of the step, so it is made where the recorder does not see it.
-        made = fake_empty_strided(self._mode, like.shape, like.stride, getattr(torch, like.dtype))
-        self._recorder.storages.track(made, StorageKind.OTHER, initial=True)
-        self._tensors.append(made)
-        self.known[self._recorder.storages.known(made)] = like.storage
-        return made
+        stand_in = fake_empty_strided(self._mode, like.shape, like.stride, getattr(torch, like.dtype))
+        self._recorder.storages.track(stand_in, StorageKind.OTHER, initial=True)
+        self._tensors.append(stand_in)
+        self.known[self._recorder.storages.known(stand_in)] = like.storage
+        return stand_in
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep tensors alive to the end: the address of one that is freed could be given to another tensor."""

@@ -130,10 +130,10 @@ class SeenOps:
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return everything that the outputs depend on; None where that is not known, and the op takes the long way."""
-        found = self._eligible.get(id(func))
-        if found is None:
-            found = self._eligible[id(func)] = (func, *self._eligibility(func))
-        _, eligible, is_view = found
+        entry = self._eligible.get(id(func))
+        if entry is None:
+            entry = self._eligible[id(func)] = (func, *self._eligibility(func))
+        _, eligible, is_view = entry
         if not eligible or (func in _FILLED and not self._is_not_followed(args, kwargs)):
             return None
         # Whether gradients are on is in the key: oneDNN's LSTM returns a workspace only then. So is the default type,
@@ -205,11 +205,11 @@ class SeenOps:
         key = self.key(func, args, kwargs)
         if key is None:
             return None
-        found = self._seen.get(key)
-        if found is None:
+        entry = self._seen.get(key)
+        if entry is None:
             kept = self._kept.get(key)  # of an earlier trace
-            found = self._seen[key] = SeenOp(key, kept if kept is not None and kept.func is func else None)
-        return found
+            entry = self._seen[key] = SeenOp(key, kept if kept is not None and kept.func is func else None)
+        return entry
 
     def observe(self, seen: SeenOp, call: Call) -> None:
         """Keep what an op has returned, if it can be made again from layouts alone."""

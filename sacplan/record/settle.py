@@ -75,12 +75,12 @@ def final_ops(program: Program) -> tuple[Op, ...]:
     # versions of makers seen so far that will not run again.
     overwritten = {op.replaces for op in ops if op.replaces >= 0}
     kept: set[int] = set()
-    found = []
+    final = []
     for i, op in enumerate(ops):
         # Run again, it would read another value, or overwrite a later one, if the storage is written later.
         may = op.recomputable and not any(written.get(s, -1) > i for s in (*op.reads, *op.writes))
         may = may and kept.isdisjoint(op.reads)
         if not may:
             kept.update(s for s in op.writes if s in overwritten)
-        found.append(op if may or not op.recomputable else msgspec.structs.replace(op, recomputable=False))
-    return tuple(found)
+        final.append(op if may or not op.recomputable else msgspec.structs.replace(op, recomputable=False))
+    return tuple(final)

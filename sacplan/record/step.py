@@ -382,13 +382,13 @@ def make_optimizer(factory: Any, model: torch.nn.Module) -> torch.optim.Optimize
             "optimizer must be an optimizer or a callable `params -> optimizer`, not "
             f"{type(factory).__name__}."
         )
-    made = factory([p for p in model.parameters() if p.requires_grad])
-    if not isinstance(made, torch.optim.Optimizer):
+    optimizer = factory([p for p in model.parameters() if p.requires_grad])
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise TraceError(
-            f"the optimizer callable returned {type(made).__name__}, not a torch.optim.Optimizer."
+            f"the optimizer callable returned {type(optimizer).__name__}, not a torch.optim.Optimizer."
         )
-    check_optimizer(made, model)
-    return made
+    check_optimizer(optimizer, model)
+    return optimizer
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:

@@ -64,21 +64,21 @@ class TwinFunctions:
                 return known[id(value)]
         if isinstance(value, functools.partial):
             keywords = {name: self.of(v) for name, v in value.keywords.items()}
-            found: Any = functools.partial(self.of(value.func), *map(self.of, value.args), **keywords)
-            vars(found).update(vars(value))
+            twin: Any = functools.partial(self.of(value.func), *map(self.of, value.args), **keywords)
+            vars(twin).update(vars(value))
         elif isinstance(value, types.MethodType):
-            found = types.MethodType(self.of(value.__func__), self.of(value.__self__))
+            twin = types.MethodType(self.of(value.__func__), self.of(value.__self__))
         elif isinstance(value, types.FunctionType):
-            found = self._of_function(value)
+            twin = self._of_function(value)
         elif isinstance(value, types.CellType):
-            found = self._of_cell(value)
+            twin = self._of_cell(value)
         elif isinstance(value, weakref.ref):
-            found = weakref.ref(self.of(value())) if id(value()) in self._twins else value
+            twin = weakref.ref(self.of(value())) if id(value()) in self._twins else value
         else:
-            found = self._copied(value) if self._leads_to_twins(value, self._held) else value
-        self._known[id(value)] = self._known[id(found)] = found
-        self._keep += (value, found)
-        return found
+            twin = self._copied(value) if self._leads_to_twins(value, self._held) else value
+        self._known[id(value)] = self._known[id(twin)] = twin
+        self._keep += (value, twin)
+        return twin
 
     def _of_function(self, function: types.FunctionType) -> types.FunctionType:
         self._known[id(function)] = function  # for one that refers to itself
@@ -91,16 +91,16 @@ class TwinFunctions:
             return function
         # New globals only if one of them leads to the model, since the function may write to the others.
         known = {**function.__globals__, **changed} if changed else function.__globals__
-        found = types.FunctionType(
+        twin = types.FunctionType(
             function.__code__,
             known,
             function.__name__,
             tuple(map(self.of, defaults)),
             tuple(map(self.of, cells)),
         )
-        found.__kwdefaults__ = {name: self.of(value) for name, value in named.items()} or None
-        functools.update_wrapper(found, function)
-        return found
+        twin.__kwdefaults__ = {name: self.of(value) for name, value in named.items()} or None
+        functools.update_wrapper(twin, function)
+        return twin
 
     def _leads_to_twins(self, value: Any, held: tuple[type, ...] = ()) -> bool:
         if not self._held and not isinstance(value, _CONTAINERS):  # of a loss function, see ``of_loss``

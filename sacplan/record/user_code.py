@@ -270,17 +270,17 @@ def told_of_scripted(model: torch.nn.Module, scripted: tuple[str, ...], trace: s
     if not scripted:
         return contextlib.nullcontext()
     which = f"module {scripted[0]!r}" if scripted[0] else "the model"
-    made = f"{which} was made by torch.jit.script or torch.jit.trace"
+    origin = f"{which} was made by torch.jit.script or torch.jit.trace"
     instead = "Put the Python module that it was made of in its place (some packages have a switch for that)"
     if not scripted[0]:
-        raise TraceError(f"{made}, and nothing can be put around its ops. {instead}.")
+        raise TraceError(f"{origin}, and nothing can be put around its ops. {instead}.")
     if trace == "fake":
         raise TraceError(
-            f"{made}: its tensors lie in C++, where a fake step cannot replace them. {instead}, or use "
+            f"{origin}: its tensors lie in C++, where a fake step cannot replace them. {instead}, or use "
             'trace="real".'
         )
     warnings.warn(
-        f"{made}. TorchScript rewrites its code after a few calls, and then keeps other tensors, so the peak may be "
+        f"{origin}. TorchScript rewrites its code after a few calls, and then keeps other tensors, so the peak may be "
         f"off by some percent; a plan leaves it alone. {instead}.",
         SacplanWarning,
         stacklevel=5,
