@@ -21,7 +21,7 @@ from sacplan.errors import TraceError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedOptimizer:
-    """An optimizer that can be given by name. Calling it with parameters makes the optimizer, and imports its library.
+    """An optimizer that can be given by name. Called with parameters, it imports what it needs and makes it.
 
     Attributes:
         name: as it is written in tables.
@@ -55,7 +55,7 @@ class NamedOptimizer:
 
     @property
     def steps_shards(self) -> bool:
-        """Whether it steps parameters that are sharded (``DTensor``). Those of bitsandbytes do not."""
+        """Whether the optimizer steps sharded parameters (``DTensor``). Those of bitsandbytes do not."""
         return self.install != "bitsandbytes"
 
     def __call__(self, params: Any) -> Any:
@@ -124,7 +124,6 @@ def _key(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-# Aliases lead to the same entry. Names are compared without case and punctuation.
 _BY_KEY = {_key(name): one for one in OPTIMIZERS for name in (one.name, *one.aliases)}
 BY_NAME = {one.name: one for one in OPTIMIZERS}
 COMPARED = ("adamw-fused", "adamw-8bit")

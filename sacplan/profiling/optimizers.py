@@ -76,7 +76,6 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        # Gradients of the right sizes; nothing is computed for them.
         return tuple(map(torch.empty_like, ctx.parameters))
 
 

@@ -74,7 +74,7 @@ NO_SOURCE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """The model that a profile was recorded from; only a profile in the process that recorded it has one.
+    """The model that a profile was recorded from, known only in the process that recorded it.
 
     Attributes:
         model: the user's.

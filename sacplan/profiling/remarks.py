@@ -105,7 +105,6 @@ def unfused_attention(program: Program, spec: DeviceSpec) -> str:
 
 def without_bfloat16(program: Program, spec: DeviceSpec) -> str:
     """Say that the step is in bfloat16 and the device has no arithmetic for it; empty if that is not so."""
-    # Either the device has the arithmetic, or the step does not use the type.
     if spec.has_bfloat16 or all(tensor.dtype != "bfloat16" for tensor in program.tensors):
         return ""
     why = f" (compute capability {'.'.join(map(str, spec.capability))}, not 8.0)" if spec.capability else ""

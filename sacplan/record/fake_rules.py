@@ -156,7 +156,7 @@ def _masked_select(values: KnownValues, func: Any, args: Any, kwargs: Any) -> An
     tensor, mask = args
     shape = torch.broadcast_shapes(tensor.shape, mask.shape)
     value = values.value(mask)
-    if value is None:  # every element: an upper bound
+    if value is None:
         values.apply_rules(("all elements",), func)
         return tensor.new_empty(math.prod(shape))
     values.apply_rules(values.rules_of([mask]), func)

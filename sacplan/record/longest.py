@@ -129,7 +129,7 @@ def _rows(loader: DataLoader[Any]) -> int | list[list[int]] | None:
     while sampler is not None and type(sampler) is not BatchSampler:
         inner = getattr(sampler, "batch_sampler", None)
         if inner is None:
-            with preserved_state(torch.nn.Module(), None, sampler):
+            with preserved_state(torch.nn.Module(), None, sampler):  # iterating changes it
                 return [list(indices) for indices in sampler]
         sampler = inner
     return None if sampler is None else int(sampler.batch_size)

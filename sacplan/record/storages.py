@@ -106,7 +106,7 @@ class Storages:
             storage = tensor.untyped_storage()
             names = self._names.setdefault(storage_key(storage), set())
             filled = tensor.numel() * tensor.element_size() == storage.nbytes()
-            names.update((name,) if alone and filled else ("", name))  # a second name: never ``fixed``
+            names.update((name,) if alone and filled else ("", name))  # two: never ``fixed``
 
     def is_fixed(self, storage: Any) -> bool:
         """Whether a storage is filled by a single parameter, which the device does not change."""

@@ -92,7 +92,7 @@ class Streams(ExitStack):
         end = max(before, self._now[group] if group is not None else 0.0) + ms
         if group is not None:
             self._now[group] = end
-            if stream is self.default:
+            if stream is self.default:  # counts only as far as an op waits for it
                 self._pending.update(dict.fromkeys((*used, *made), (end, index)))
                 return 0.0
         self._now[stream] = end

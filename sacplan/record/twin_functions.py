@@ -112,7 +112,7 @@ class TwinFunctions:
             value = cell.cell_contents
         except ValueError:  # an empty one
             return cell
-        # The same cell if nothing changes, so that the function still writes to the user's own variable.
+        # The same cell if nothing changes, since the function may write to it.
         twin = self.of(value)
         return cell if twin is value else types.CellType(twin)
 
