@@ -214,11 +214,11 @@ class DataRules(KnownValues, Watching):
             return
         # A tensor on an input's storage is a view, or the input itself, and needs no values of its own.
         inputs = tensors_in((args, kwargs))
-        own = {storage_key(t.untyped_storage()) for t in inputs}
+        taken = {storage_key(t.untyped_storage()) for t in inputs}
         fresh = [
             t
             for t in tensors_in(out)
-            if isinstance(t, FakeTensor) and is_plain(t) and storage_key(t.untyped_storage()) not in own
+            if isinstance(t, FakeTensor) and is_plain(t) and storage_key(t.untyped_storage()) not in taken
         ]
         resting_on = {} if func in IGNORES_VALUES else self.rules_of(inputs)
         of_parameters = PARAMETERS in resting_on and self._decides(resting_on, inputs)
@@ -246,7 +246,7 @@ class DataRules(KnownValues, Watching):
             rules = self.rules_of(inputs)
         outputs = tensors_in(out)
         if values is None or len(values) != len(outputs):
-            return  # a real kernel may give None where the fake one gives a tensor
+            return  # the op failed, or its real kernel gave None where the fake one gives a tensor
         for fake, value in zip(outputs, values, strict=True):
             if value is not UNKNOWN and any(fake is f for f in fresh):
                 self._attach(fake, value, rules)

@@ -133,8 +133,8 @@ class Storages:
         """Return the bytes that an op uses on the host; 0 if its largest tensor is on the device."""
         if self.on_host.isdisjoint(storages):
             return 0
-        _, largest = max((t.numel(), s in self.on_host) for t, s in zip(tensors, storages, strict=True))
-        return sum(self._raw[s] for s in self.on_host.intersection(storages)) if largest else 0
+        _, runs_there = max((t.numel(), s in self.on_host) for t, s in zip(tensors, storages, strict=True))
+        return sum(self._raw[s] for s in self.on_host.intersection(storages)) if runs_there else 0
 
     def track_alive(self, storages: Iterable[weakref.ref[Any]]) -> None:
         """Count storages as alive from the start, if they are still alive."""
