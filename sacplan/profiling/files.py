@@ -36,7 +36,7 @@ class ProfileFile(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A file of a profile.
 
     Attributes:
-        sha256: checksum of everything else but ``what`` and ``schema_version``.
+        sha256: checksum of all other fields except ``what`` and ``schema_version``.
     """
 
     what: Literal["profile"]
@@ -46,7 +46,7 @@ class ProfileFile(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True
     def __post_init__(self) -> None:
         if self.sha256 != _digest(self):
             raise TraceError("its contents do not have the checksum in `sha256`: it was damaged or edited.")
-        # Another version of torch may have made it.
+        # Another version of torch, with other types, may have written the file.
         types = {tensor.dtype for tensor in self.recorded.tensors}
         types.update(dtype.rpartition(".")[2] for _, _, dtype in self.fingerprint.parameters)
         for name in types:
@@ -55,10 +55,10 @@ class ProfileFile(_Fields, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 def save(path: str | Path, **fields: Any) -> None:
-    """Write the fields of a profile; compressed where the name ends in ``.gz``.
+    """Write the fields of a profile to a file, compressed if its name ends in ``.gz``.
 
     Raises:
-        TraceError: a field holds what no file may.
+        TraceError: a text in a field cannot be encoded as UTF-8.
     """
     try:
         digest = _digest(_Fields(**fields))
@@ -71,19 +71,19 @@ def save(path: str | Path, **fields: Any) -> None:
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """Return the fields of a profile.
+    """Return the fields of the profile in a file, by name.
 
     Raises:
         TraceError: the file is damaged, of another version, or holds something else.
     """
     found = files.load(path, ProfileFile, "profile", SCHEMA_VERSION, TraceError)
-    # The fields of the file itself have done their work when it was read.
+    # ``what``, ``schema_version`` and ``sha256`` were checked when the file was read.
     return {name: getattr(found, name) for name in _Fields.__struct_fields__}
 
 
 def _digest(fields: _Fields) -> str:
     """Hash the values, independently of the order of keys and of sets."""
     values = {name: getattr(fields, name) for name in _Fields.__struct_fields__}
-    # Some mappings have numbers as keys, which JSON does not allow.
+    # Some mappings have numbers as keys, which JSON allows only as strings.
     plain = msgspec.to_builtins(values, str_keys=True, order="deterministic")
     return hashlib.sha256(msgspec.json.encode(plain)).hexdigest()

@@ -1,6 +1,6 @@
-"""The names of optimizers, on the command line and in Python. torch is not imported: the help needs this module.
+"""The names of optimizers, on the command line and in Python. The help needs them, so torch is not imported here.
 
-``optimizers.json`` beside this file has a row for each. A name is looked up by its letters and digits alone:
+``optimizers.json`` next to this file has a row for each. A name is looked up by its letters and digits alone:
 ``adamw_8bit``, ``AdamW8bit`` and ``adamw-8bit`` are the same.
 """
 
@@ -21,17 +21,17 @@ from sacplan.errors import TraceError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NamedOptimizer:
-    """An optimizer that has a name. Called with parameters, it makes one; its library is imported when it first does.
+    """An optimizer that can be given by name. Called with parameters, it imports what it needs and makes it.
 
     Attributes:
         name: as it is written in tables.
         path: its class, ``module:Class``.
-        arguments: of the class, beside the parameters.
+        arguments: keyword arguments of the class.
         aliases: other names, such as those of the Trainer's ``optim=``.
-        sizes: of a class that cannot run on fake tensors, or should not have to be installed for a comparison: the
-            path of one that takes as much memory.
-        code: what makes it; by default written from ``path`` and ``arguments``.
-        install: what to install, where it is of another library.
+        sizes: the path of a class that takes as much memory, if the real one cannot run on fake tensors, or should not
+            have to be installed for a comparison.
+        code: the code of ``written``; if empty, ``path`` and ``arguments`` make it.
+        install: the package to install for a class of another library.
     """
 
     name: str
@@ -44,25 +44,25 @@ class NamedOptimizer:
 
     @property
     def written(self) -> str:
-        """The code that makes it from ``params``."""
+        """Python code that makes the optimizer from ``params``."""
         more = "".join(f", {name}={value!r}" for name, value in self.arguments.items())
         return self.code or f"{self.path.replace(':', '.')}(params{more})"
 
     @property
     def make(self) -> Any:
-        """``params -> optimizer``: of torch's own without arguments the class itself, which ``fit`` recognises."""
+        """``params -> optimizer``: torch's class if there are no ``arguments``, as ``fit`` recognises it; else this."""
         return _loaded(self.path) if self.path.startswith("torch.optim:") and not self.arguments else self
 
     @property
     def steps_shards(self) -> bool:
-        """Whether it steps parameters that are sharded (``DTensor``). Those of bitsandbytes do not."""
+        """Whether the optimizer steps sharded parameters (``DTensor``). Those of bitsandbytes do not."""
         return self.install != "bitsandbytes"
 
     def __call__(self, params: Any) -> Any:
         """Make the optimizer.
 
-        The sizes stand in only where nothing is computed. A real step runs the real class, and so does a fake one for
-        which there are no sizes.
+        On fake and meta parameters, the class of ``sizes`` takes the place of the real one, if there is one for the
+        device.
         """
         from torch._subclasses.fake_tensor import FakeTensor
 
@@ -74,16 +74,16 @@ class NamedOptimizer:
         return (_loaded(self.sizes) if has_sizes else self.imported())(given, **self.arguments)
 
     def has_sizes_for(self, kind: str | None) -> bool:
-        """Whether sizes take the place of the class in a fake step on a kind of device.
+        """Whether ``sizes`` takes the place of the real class in a fake step on a kind of device.
 
-        They are those of CUDA's fused update. On a CPU bitsandbytes updates in float32 copies, which its class shows
-        where it is installed.
+        Its sizes are those of CUDA's fused update. On a CPU bitsandbytes updates in float32 copies, so there the real
+        class runs if it is installed.
         """
         own_kernels = kind == "cpu" and self.install == "bitsandbytes"
         return bool(self.sizes) and not (own_kernels and importlib.util.find_spec(self.install) is not None)
 
     def imported(self) -> Any:
-        """Return the class.
+        """Return the real class.
 
         Raises:
             TraceError: its library is not installed.
@@ -108,12 +108,12 @@ def _read() -> tuple[NamedOptimizer, ...]:
 
 
 OPTIMIZERS = _read()
-"""All that have a name.
+"""All optimizers that have a name.
 
-One of another library without ``sizes`` is traced with its own class, so the library has to be installed. Managed
-memory of the paged ones counts on the host (``host_state.py``). Adafactor of transformers works out its own learning
-rate unless ``relative_step`` is off, as the Trainer has it. The class for Muon is our own, so ``code`` says what a
-user writes instead.
+An optimizer of another library that has no ``sizes`` is traced with its own class, so the library has to be
+installed. Managed memory of paged optimizers counts on the host (``host_state.py``). Adafactor of transformers works
+out its own learning rate unless ``relative_step`` is off, which the Trainer sets, too. The class for Muon is our own,
+so ``code`` says what a user writes instead.
 """
 
 NONE = "none"
@@ -124,20 +124,19 @@ def _key(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-# Aliases lead to the same entry. Names are compared without case and punctuation.
 _BY_KEY = {_key(name): one for one in OPTIMIZERS for name in (one.name, *one.aliases)}
 BY_NAME = {one.name: one for one in OPTIMIZERS}
 COMPARED = ("adamw-fused", "adamw-8bit")
-"""Those that a verdict compares with Adam and AdamW."""
+"""Names of those that a verdict compares with Adam and AdamW."""
 COMPARED_ON_HOST = ("paged-adamw-8bit", "adamw-offload", "adamw-offload-gradients")
-"""Those that it adds where these do not fit: their state is on the host."""
+"""Names of those that a verdict adds if nothing else fits: their state is on the host."""
 
 
 def named_optimizer(name: str) -> NamedOptimizer:
     """Return the optimizer of a name.
 
     Raises:
-        ValueError: there is none. The message lists the names that are like it, or all.
+        ValueError: no optimizer has the name. The message lists similar names, or all.
     """
     found = _BY_KEY.get(_key(name))
     if found is None:

@@ -1,9 +1,9 @@
 """Make optimizers by their names, from the classes of the libraries that have them.
 
-A class of another library is traced as it is: bitsandbytes registers fake kernels of its updates. A few
-classes of ours stand in this table. ``AdamW8bitSizes`` has the sizes of bitsandbytes' AdamW8bit, so that other
-optimizers can be compared with it where that library is not installed (``tests/profiling/test_optimizer_table.py``
-checks the sizes), and so has its paged one. ``MuonAndAdamW`` steps two optimizers, as people do with Muon.
+Classes of other libraries are traced unchanged: bitsandbytes registers fake kernels of its updates. A few classes are
+our own. ``AdamW8bitSizes`` and ``PagedAdamW8bitSizes`` have the sizes of bitsandbytes' classes, so that other
+optimizers can be compared with these where bitsandbytes is not installed (``tests/profiling/test_optimizer_table.py``
+checks the sizes). ``MuonAndAdamW`` steps two optimizers, as people do with Muon.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from sacplan.profiling.optimizer_names import NamedOptimizer, named_optimizer
 BLOCK = 256
 """Elements that share a scale in the 8-bit state of bitsandbytes."""
 SMALLEST = 4096
-"""Elements of a parameter from which on bitsandbytes keeps its state in 8 bits."""
+"""Least elements of a parameter whose state bitsandbytes keeps in 8 bits."""
 _LONG = 16
-"""Rows to columns, or columns to rows, from which on a matrix counts as an embedding, a head or an adapter."""
+"""Least ratio of the longer to the shorter side of a matrix that counts as an embedding, a head or an adapter."""
 
 Factory = Callable[[Any], torch.optim.Optimizer]
 
@@ -31,9 +31,9 @@ Factory = Callable[[Any], torch.optim.Optimizer]
 class AdamW8bitSizes(torch.optim.Optimizer):
     """The memory of ``bitsandbytes.optim.AdamW8bit``, for fake steps; it computes nothing.
 
-    Two states of one byte an element with a float32 scale per block of 256, of parameters with at least 4096 elements;
-    two of float32 of smaller ones. Two tables of 256 float32 values serve all parameters. Fused kernels, without
-    temporaries.
+    A parameter of at least 4096 elements has two states of one byte an element, with a float32 scale per block of 256.
+    A smaller one has two float32 states. All parameters share two tables of 256 float32 values. The kernels are fused,
+    without temporaries.
     """
 
     stands_for = "AdamW8bit"
@@ -43,7 +43,7 @@ class AdamW8bitSizes(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Make the state at the first call; touch it."""
+        """Make state that is missing, and run one op that reads and writes all of it."""
         # As in the real class, frozen parameters and those that got no gradient have no state.
         with_gradient = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         for p in with_gradient:
@@ -63,7 +63,7 @@ class AdamW8bitSizes(torch.optim.Optimizer):
         # Rounded up, since the last block may be shorter.
         blocks = -(-p.numel() // BLOCK)
         for i in "12":
-            # A float of one byte in the place of an integer: ``data_rules`` follows the values of integers, and would
+            # A one-byte float instead of an integer, since ``data_rules`` would follow the values of integers, and
             # compute them.
             state[f"state{i}"] = new(p.shape, dtype=torch.float8_e4m3fn)
             state[f"absmax{i}"] = new((blocks,), dtype=torch.float32)
@@ -74,8 +74,8 @@ class AdamW8bitSizes(torch.optim.Optimizer):
 class MuonAndAdamW(torch.optim.Optimizer):
     """``torch.optim.Muon`` for the matrices of hidden layers, and ``torch.optim.AdamW`` for all other parameters.
 
-    Names are not known here, so shapes decide: a matrix that is 16 times as long as wide or more is taken for an
-    embedding, a head or an adapter, which Muon is not for.
+    An optimizer gets no names of parameters, so shapes decide: a matrix with one side at least 16 times the other is
+    taken for an embedding, a head or an adapter, which Muon is not for.
     """
 
     stands_for = "Muon + AdamW"
@@ -83,19 +83,19 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
         given = [p for group in self.param_groups for p in group["params"]]
-        # Muon takes matrices alone. Those that are long or wide are left to AdamW: embeddings, heads and adapters.
+        # Muon takes matrices only. Long and wide ones (embeddings, heads, adapters) are left to AdamW.
         hidden = [p for p in given if p.dim() == 2 and max(p.shape) < _LONG * min(p.shape)]
         chosen = {id(p) for p in hidden}
         others = [p for p in given if id(p) not in chosen]
-        # torch refuses an optimizer without parameters, so either of the two may be missing.
+        # torch refuses an optimizer without parameters, so each is made only if it has some.
         self._parts: list[torch.optim.Optimizer] = []
         self._parts += [torch.optim.Muon(hidden)] if hidden else []
         self._parts += [torch.optim.AdamW(others)] if others else []
         for part in self._parts:
-            part.state = self.state  # one state, which the recorder finds
+            part.state = self.state  # shared, so that the recorder finds it in one place
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step both."""
+        """Step both optimizers."""
         for part in self._parts:
             part.step()
 
@@ -108,14 +108,14 @@ class PagedAdamW8bitSizes(AdamW8bitSizes):
 
 
 def factory_of(optimizer: Any, spec: DeviceSpec) -> Any:
-    """Return what makes the optimizer of a step that is about to be traced, if it is given by its name.
+    """Return the factory of an optimizer that is given by name; anything else is returned unchanged.
 
-    An optimizer and any other callable are returned as they are.
+    The library is imported if the step that is traced next needs it.
 
     Raises:
         TraceError: no optimizer has this name, or its library is not installed.
     """
-    # A name first: it may stand for a factory of this table, which is prepared below like one that the user gave.
+    # A name first: it may stand for a ``NamedOptimizer``, which is prepared below as if the caller had given it.
     if isinstance(optimizer, str):
         try:
             optimizer = named_optimizer(optimizer).make

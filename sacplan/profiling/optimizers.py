@@ -1,7 +1,7 @@
-"""A recorded step with another optimizer: its step is recorded on parameters alone, and takes the other's place.
+"""Replace the optimizer of a recorded step by another one, whose step is recorded on parameters alone.
 
 The optimizer's step reads parameters and gradients, whatever made them. So it is recorded once for some parameters,
-without the model that they belong to, and put behind the recorded backward pass. That is exact
+without the model that they belong to, and put after the recorded backward pass. That is exact
 (``tests/questions/test_advise.py`` compares it with a recording of the whole step), and quick where a model is large.
 """
 
@@ -37,7 +37,7 @@ class OptimizerStep:
 
     Attributes:
         recorded: the recording.
-        parameters: their storages in it, in the order of the model's.
+        parameters: the storages of the parameters in ``recorded``, in the model's order.
     """
 
     recorded: Profile
@@ -76,14 +76,13 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
-        # Gradients of the right sizes; nothing is computed for them.
         return tuple(map(torch.empty_like, ctx.parameters))
 
 
 class _Parameters(torch.nn.Module):
     def __init__(self, like: Iterable[Like]) -> None:
         super().__init__()
-        # On the meta device there is nothing to allocate. Strides count, since an optimizer's state takes them over.
+        # On the meta device there is nothing to allocate. Strides matter, since an optimizer's state copies them.
         empty = functools.partial(torch.empty_strided, device="meta")
         self.all = torch.nn.ParameterList(
             torch.nn.Parameter(empty(shape, stride, dtype=dtype)) for shape, stride, dtype in like
@@ -94,7 +93,7 @@ class _Parameters(torch.nn.Module):
 
 
 def recorded_on(like: Iterable[Like], make: Factory, spec: DeviceSpec) -> Profile:
-    """Record a step that is an optimizer's on parameters of these shapes, strides and types, and nothing else."""
+    """Record an optimizer's step on parameters of these shapes, strides and types, without a model."""
     return profile(_Parameters(like), torch.empty(1, device="meta"), None, make, spec)
 
 
@@ -106,28 +105,28 @@ def trained(program: Program) -> tuple[int, ...]:
 def recorded_step(of: Profile, make: Factory) -> OptimizerStep | None:
     """Record an optimizer's step on the parameters of a profile that get a gradient.
 
-    None: it lets gradients go in the backward pass, so that only a whole step can be recorded with it.
+    None if the optimizer frees gradients in the backward pass, so that only a whole step can be recorded with it.
     """
     # Shapes and types are those of the gradients, in the order of ``trained``.
     gradients = [of.recorded.tensors[of.recorded.gradients[s]] for s in trained(of.recorded)]
     like = [(t.shape, t.stride, getattr(torch, t.dtype)) for t in gradients]
     found = recorded_on(like, make, of.spec)
     parameters = trained(found.recorded)
-    # A hook has dropped gradients in the backward pass, such as that of an optimizer which offloads them.
+    # Fewer: a hook has dropped gradients in the backward pass, as that of an optimizer which offloads them does.
     return None if len(parameters) < len(like) else OptimizerStep(found, parameters)
 
 
-# --- taking one out of a step, and putting one in
+# --- taking an optimizer out of a step, and putting another in
 
 
 def without_optimizer(of: Profile) -> Profile:
     """Return the step up to the end of the backward pass, without an optimizer and its state."""
     program = of.recorded
     tail = _first_of_optimizer(program)
-    # There is none to take out.
+    # There is no optimizer to take out.
     if tail is None:
         return of
-    # Indices stay, so that nothing else has to change: the optimizer's events go, and its storages (state, what it
+    # Indices stay the same, so that nothing else changes: the optimizer's events go, and its storages (state, what it
     # allocates, what its ops write) get no bytes.
     gone = {s for s, kind in enumerate(program.storage_kinds) if kind == StorageKind.OPTIMIZER_STATE}
     gone |= {arg for code, arg in program.events[tail:] if code == _ALLOC}
@@ -143,7 +142,7 @@ def without_optimizer(of: Profile) -> Profile:
 
 
 def with_optimizer(of: Profile, step: OptimizerStep) -> Profile:
-    """Return a step without an optimizer with this one put behind its backward pass."""
+    """Return a step without an optimizer, with this optimizer's step added after its backward pass."""
     own = step.recorded.fingerprint.setup
     taken = {"optimizer": own.optimizer, "optimizer_host_bytes": own.optimizer_host_bytes}
     fingerprint = replace(of.fingerprint, setup=replace(of.fingerprint.setup, **taken))
@@ -152,12 +151,12 @@ def with_optimizer(of: Profile, step: OptimizerStep) -> Profile:
 
 
 def is_replaceable(of: Profile) -> bool:
-    """Whether the step's optimizer can be replaced: it steps last, on tensors of the device."""
+    """Whether the step's optimizer can be replaced: it steps after the backward pass, on tensors of the device."""
     return not of.unplanned_host_bytes and not steps_in_backward(of.recorded)
 
 
 def with_other_optimizer(of: Profile, make: Factory) -> Profile:
-    """Return a step with another optimizer in the place of its own.
+    """Return a step with another optimizer in place of its own.
 
     Raises:
         TraceError: the optimizer lets gradients go in the backward pass.
@@ -172,12 +171,12 @@ def with_other_optimizer(of: Profile, make: Factory) -> Profile:
 
 
 def program_with_optimizer(program: Program, step: OptimizerStep) -> Program:
-    """Return a program without an optimizer, with a plan or without, with this one put behind its backward pass."""
+    """Return a program without an optimizer, planned or not, with this step added after its backward pass."""
     return program.with_(_spliced(program, step, _end_of_backward(program)))
 
 
 def _first_of_optimizer(program: Program) -> int | None:
-    """Return the position of the first event of the optimizer; None if there is no optimizer."""
+    """Return the position of the event of the optimizer's first op; None if there is no optimizer."""
     return next(
         (
             at
@@ -189,11 +188,11 @@ def _first_of_optimizer(program: Program) -> int | None:
 
 
 def _end_of_backward(program: Program) -> int:
-    """Return the position behind the backward pass.
+    """Return the position after the backward pass.
 
-    That is the end, except for a last event that frees the loss, which the step holds until it is over.
+    That is the end of the events, or before the last one if it frees the loss, which the step holds until it is over.
     """
-    # The writer of the last freed storage tells whether that is the loss: an op of the forward pass made it.
+    # The storage that is freed last is the loss if an op of the forward pass made it.
     code, arg = program.events[-1]
     writer = program.writer.get(arg, -1) if code == _FREE else -1
     is_loss = writer >= 0 and program.ops[writer].phase == Phase.FORWARD
@@ -201,16 +200,16 @@ def _end_of_backward(program: Program) -> int:
 
 
 def _spliced(program: Program, step: OptimizerStep, at: int) -> Patch:
-    """Return the patch that puts an optimizer's ops and state into a program, on its parameters and gradients."""
+    """Return the patch that adds an optimizer's ops and state, on the program's own parameters and gradients."""
     # Storages of the recorded step are parameters and gradients, which this program has, or the optimizer's own, which
     # are added. ``strict``: both were listed in the order of the model's parameters.
     source = step.recorded.recorded
     known: dict[int, int] = {}
     for ours, theirs in zip(trained(program), step.parameters, strict=True):
         known[theirs] = ours
-        gradients = source.gradients[theirs], program.gradients[ours]
-        known[source.tensors[gradients[0]].storage] = program.tensors[gradients[1]].storage
-    # The recording begins with a forward and a backward pass of its own. Only what follows its first optimizer op is
+        their_gradient, our_gradient = source.gradients[theirs], program.gradients[ours]
+        known[source.tensors[their_gradient].storage] = program.tensors[our_gradient].storage
+    # The recording begins with a forward and a backward pass of its own. Only events from its first optimizer op on are
     # taken.
     first = _first_of_optimizer(source)
     assert first is not None
@@ -219,19 +218,19 @@ def _spliced(program: Program, step: OptimizerStep, at: int) -> Patch:
     made |= {s for op in step.ops for s in op.writes}
     used = {s for op in step.ops for s in (*op.reads, *op.mutates)} | made
     state = {s for s, kind in enumerate(source.storage_kinds) if kind == StorageKind.OPTIMIZER_STATE}
-    # State that no op of this step touches is alive all the same.
+    # State that no op of this step touches is alive all the same, so it is added, too.
     new = sorted((used | (state & set(source.initial))) - known.keys())
     draft, initial = PatchBuilder(program), set(source.initial)
     for s in new:
         known[s] = draft.new_storage(source.storage_bytes[s], source.storage_kinds[s])
-    # State that is there when the recorded step begins is there when this one begins.
+    # State that was alive when the recorded step began is alive when this step begins.
     draft.initial += [known[s] for s in new if s in initial]
-    # Tensors first, then ops that refer to them; module calls and forward ops of the recording mean nothing here.
+    # Tensors first, since ops refer to them.
     place: dict[int, int] = {}
     for t in sorted({t for op in step.ops for t in (*op.inputs, *op.outputs) if t >= 0}):
         tensor = source.tensors[t]
         place[t] = draft.tensors.add(replace(tensor, storage=known[tensor.storage]))
-    # Neither is known in the program that the ops come into: the recording had modules and a forward pass of its own.
+    # The program knows nothing of the recording's module calls and forward ops.
     ops = [replace(op, scope=-1, forward_of=-1) for op in source.ops]
     happened = [
         (code, arg)
@@ -240,6 +239,6 @@ def _spliced(program: Program, step: OptimizerStep, at: int) -> Patch:
         or (code in (_ALLOC, _FREE) and arg in made)
     ]
     events = draft.put(happened, ops, Indices(known.__getitem__, tensor=place.__getitem__))
-    # In front of the event that frees the loss; if there is none, at the very end.
+    # Before the event that frees the loss; if there is none, at the very end.
     draft.events[at] = (*events, *program.events[at : at + 1])
     return draft.patch()

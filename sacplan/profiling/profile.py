@@ -74,12 +74,12 @@ NO_SOURCE = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """The model that a profile was made from, as long as it is in the process that made it.
+    """The model that a profile was recorded from, known only in the process that recorded it.
 
     Attributes:
-        model: of the user.
-        again: records the step once more, with other keyword arguments of ``trace_step``.
-        joint_graphs: those of a step that inductor compiles, as they were split when the step was recorded.
+        model: the user's.
+        again: records the step once more, with other fields of the ``StepRequest``.
+        joint_graphs: the joint graphs of a step that inductor compiles, split as when it was recorded.
     """
 
     model: torch.nn.Module
@@ -88,10 +88,10 @@ class Source:
     _known: dict[Any, Profile] = field(default_factory=dict)
 
     def on(self, ranks: Ranks) -> Profile:
-        """Return the step of a rank. It is recorded once for all meshes that differ in names.
+        """Return the profile of a rank's step, which is recorded once for meshes that differ only in names.
 
         Raises:
-            TraceError: it does not run so.
+            TraceError: the step does not run on these ranks.
         """
         sharding = ranks.sharding
         key = (
@@ -113,12 +113,12 @@ class Profile:
     Attributes:
         recorded: the step of one device, op by op, as it ran.
         fingerprint: identifies the model and the batch.
-        spec: the device that it would run on.
-        trace, runtime: how it was made.
+        spec: the device that the step would run on.
+        trace, runtime: how the step was run, and how its ops were timed.
         mode: ``"train"`` or ``"inference"``.
         rules: what a fake trace took for granted where sizes or values depend on data, a sentence each.
         ranks: over how many ranks the step is spread, and how.
-        source: what it was recorded from; None of a profile from a file, and of a step that was computed.
+        source: the model that was recorded; None for a profile from a file, or one computed from another.
     """
 
     MADE_BY: ClassVar[str] = "sacplan.profile(model, batch)"
@@ -134,7 +134,7 @@ class Profile:
     source: Source | None = field(default=None, compare=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the fields alone, without cached values."""
+        """Pickle the fields that are saved, without ``source`` and cached values."""
         return type(self), tuple(self._saved().values())
 
     def _saved(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Profile:
 
     @property
     def uncompiled(self) -> Profile:
-        """The step as it runs uncompiled, from which proposals for a plan come; its units respect what is compiled.
+        """The step recorded uncompiled, on which plans are proposed; the setup still says what is compiled.
 
         Raises:
             PlanError: the profile is from a file, which holds no model.
@@ -161,13 +161,13 @@ class Profile:
         return dataclasses.replace(self._recorded_uncompiled, fingerprint=fingerprint)
 
     def planned_and_run(self, planned: Callable[[Profile], Any]) -> tuple[Any, Profile]:
-        """Plan a compiled step as it runs uncompiled, and run it with the plan, dry.
+        """Plan on the uncompiled step, run the compiled one with the plan, dry, and return plan and run.
 
-        Where the compiler breaks the graph in a unit of the plan, that is a unit no longer; an op in whose place it
-        traces others is kept. Then another plan is made.
+        If the compiler breaks the graph in a unit of the plan, or traces other ops in place of one, another plan is
+        made: without this unit, and with this op kept.
 
         Raises:
-            NotInGraph: in a module that is no unit of the plan.
+            NotInGraph: the run shows no unit or op that was not left out already.
         """
         while True:
             plan = planned(self.uncompiled)
@@ -191,7 +191,7 @@ class Profile:
         return self._again(compiled=None)
 
     def run_with(self, plan: Any) -> Profile:
-        """Run a compiled step again with a plan, dry. A run is kept, for those who ask again.
+        """Return the profile of a compiled step run again with a plan, dry; cached by decisions.
 
         Raises:
             PlanError: as for ``uncompiled``; or the plan cannot run compiled.
@@ -204,13 +204,13 @@ class Profile:
             raise PlanError(f"this step is compiled as a whole. {why}")
         if plan.decisions not in self._dry_runs:
             put_on = functools.partial(installed_on, plan.decisions, plan.recorded)
-            # With partitions alone, autograd's hooks are free: what runs eagerly can be planned on the recording.
+            # Partitions alone need no hooks of autograd, so saved tensors are recorded, to plan what runs eagerly.
             saved = "record" if plan.partitions == plan.decisions else "observe"
             self._dry_runs[plan.decisions] = self._again(prepare=put_on, saved=saved)
         return self._dry_runs[plan.decisions]
 
     def run_again(self) -> Profile:
-        """Run a compiled step again, dry.
+        """Return the profile of a compiled step run again without a plan, dry.
 
         Raises:
             PlanError: as for ``uncompiled``.
@@ -219,7 +219,7 @@ class Profile:
 
     @cached_property
     def joint_graphs(self) -> dict[str, Any]:
-        """What is known of the graphs of a compiled step, by ``graph_key``; the first plan finds it out."""
+        """A cache of what plans find out about the graphs of a compiled step, by ``graph_key``."""
         return {}
 
     @cached_property
@@ -227,7 +227,7 @@ class Profile:
         return {}
 
     def _again(self, **how: Any) -> Profile:
-        """Record the step once more, with other keyword arguments of ``trace_step``."""
+        """Record the step once more, with other fields of its ``StepRequest``."""
         if self.source is None:
             raise PlanError(
                 "a plan for a compiled step is proved by running the step with it, dry. This profile is from a file or "
@@ -236,7 +236,7 @@ class Profile:
         return self.source.again(ranks=self.ranks, **how)
 
     def on_ranks(self, ranks: AnyRanks | None) -> Profile:
-        """Return the profile of one rank, with the step spread over ``ranks``; None: as it is.
+        """Return the profile of one rank, with the step spread over ``ranks``; None returns this one.
 
         Raises:
             TraceError: unknown units, a model that cannot be spread so, or what ``fully_shard`` does not take.
@@ -269,7 +269,7 @@ class Profile:
 
     @property
     def device_memory_bytes(self) -> int:
-        """Memory of that device in bytes."""
+        """Memory in bytes of the device that the step would run on."""
         return self.spec.memory_bytes
 
     @property
@@ -341,7 +341,7 @@ class Profile:
 
     @cached_property
     def step_ms(self) -> float:
-        """Predicted (or measured, op by op) time of the step in ms: of the GPU, and where it waits for the CPU."""
+        """Time of the step in ms, predicted or measured op by op: of its ops, and of a GPU's waits for the CPU."""
         return self.program.step_ms + self.waits_ms(self.program)
 
     @property
@@ -352,7 +352,7 @@ class Profile:
         return sum(op.time_ms for op in self.program.ops if op.phase == Phase.OPTIMIZER)
 
     def waits_ms(self, program: Program) -> float:
-        """Return how long a GPU waits for the CPU in a program of this step; if it is compiled, it does not."""
+        """Return how long a GPU waits for the CPU in a program of this step, in ms; 0 if it is compiled."""
         return waits_ms(program) if self.spec.kind == "cuda" and not self.runs_compiled else 0.0
 
     @property
@@ -362,7 +362,7 @@ class Profile:
 
     @cached_property
     def tradeoffs(self) -> Mapping[str, UnitTradeoff]:
-        """Memory that each module with children could discard, and the time to recompute it; by fqn, as executed."""
+        """Memory that modules with children could discard, and the time to recompute it; by fqn in execution order."""
         return unit_tradeoffs(self.program)
 
     @cached_property
@@ -376,12 +376,12 @@ class Profile:
         """The step as a chain of stages, for ``sacplan.rotor``.
 
         Raises:
-            PlanError: the forward pass does not fall apart into stages, or the step calls the model more than once.
+            PlanError: the forward pass cannot be split into stages, or the step calls the model more than once.
         """
         return stages_of(self.program).chain
 
     def with_plan(self, plan: Decided) -> Program:
-        """Return the step with a plan, with some decisions, or with call sites discarded (a mapping of units to them).
+        """Return the program of the step with a plan, with decisions, or with a mapping of units to discarded calls.
 
         Raises:
             PlanError: ``plan`` is none of these, or has a chunk that cannot be carried out on this step.

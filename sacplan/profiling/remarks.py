@@ -23,7 +23,7 @@ def no_optimizer(program: Program, spec: DeviceSpec) -> str:
 
 
 def without_optimizer(state_bytes: int) -> str:
-    """Say the same for a known size of the state."""
+    """Say that no optimizer ran, and that AdamW would add so many bytes of state."""
     return (
         "no optimizer, so the peak has nothing of one in it: AdamW would add "
         f"{format_bytes(state_bytes)} of state, and the temporaries of its step"
@@ -36,13 +36,13 @@ def adamw_state_bytes(trained: Iterable[int], spec: DeviceSpec) -> int:
     Two moments of each parameter's size, and a float32 count of steps, each rounded as the allocator does. On a GPU the
     counts are on the host.
     """
-    # By default ``torch.optim`` makes ``step`` on the CPU, whatever device the parameters are on.
+    # ``torch.optim`` makes ``step`` on the CPU by default, so on a GPU it takes no memory of the device.
     counter = 0 if spec.kind == "cuda" else spec.round_up(_STEPS_BYTES)
     return sum(2 * spec.round_up(n_bytes) + counter for n_bytes in trained)
 
 
 def on_the_host(setup: Setup) -> str:
-    """Say how much of the optimizer is in the host's memory; empty if nothing is."""
+    """Say how many bytes the optimizer takes of the host's memory; empty if none."""
     if not setup.optimizer_host_bytes:
         return ""
     return (
@@ -52,7 +52,7 @@ def on_the_host(setup: Setup) -> str:
 
 
 def summed_outputs(setup: Setup) -> str:
-    """Say that the step trains the sum of its outputs, and what to give instead; empty if it has a loss."""
+    """Say that the step trains the sum of its outputs, and what to give instead; empty if the step has a loss."""
     if setup.loss != SUM_OF_OUTPUTS:
         return ""
     return (
@@ -63,13 +63,13 @@ def summed_outputs(setup: Setup) -> str:
 
 
 def loss_of_library(model: torch.nn.Module, setup: Setup) -> tuple[str, ...]:
-    """Name the version and the loss of transformers, if the step trains the loss of such a model."""
+    """Return, in a tuple, a sentence on the loss of a transformers model; () if the step trains another loss."""
     if setup.loss != OWN_LOSS or not type(model).__module__.startswith("transformers."):
         return ()
-    made = getattr(model.loss_function, "__name__", "a loss of its own")
-    how = ": logits in float32, labels shifted and not the logits" if made == "ForCausalLMLoss" else ""
+    loss = getattr(model.loss_function, "__name__", "a loss of its own")
+    how = ": logits in float32, labels shifted and not the logits" if loss == "ForCausalLMLoss" else ""
     return (
-        f"the loss is {made} of transformers {version('transformers')}{how}; other versions hold a tensor as large as "
+        f"the loss is {loss} of transformers {version('transformers')}{how}; other versions hold a tensor as large as "
         "the logits more or less",
     )
 
@@ -105,7 +105,6 @@ def unfused_attention(program: Program, spec: DeviceSpec) -> str:
 
 def without_bfloat16(program: Program, spec: DeviceSpec) -> str:
     """Say that the step is in bfloat16 and the device has no arithmetic for it; empty if that is not so."""
-    # Either the device has the arithmetic, or the step does not use the type.
     if spec.has_bfloat16 or all(tensor.dtype != "bfloat16" for tensor in program.tensors):
         return ""
     why = f" (compute capability {'.'.join(map(str, spec.capability))}, not 8.0)" if spec.capability else ""

@@ -20,12 +20,12 @@ def timeline_of(program: Program) -> pd.DataFrame:
     # The first moment is the state before the step, at which no op runs.
     for moment in program.liveness.moments[1:]:
         op = program.ops[moment.op]
-        # A recomputed op has the module of the one that it repeats, and its own phase.
+        # A recomputed op is shown in the module of the op that it repeats, but in its own phase.
         again = op.recomputes >= 0
         recorded = op.recomputes if again else moment.op
         by_kind = list(moment.by_kind)
         if op.replaces >= 0:
-            # The fold takes an overwritten storage off the temporaries. Here it is taken off its own kind.
+            # ``liveness`` subtracts an overwritten storage from the temporaries; here, from its own kind instead.
             size = program.storage_bytes[op.replaces]
             by_kind[StorageKind.TEMPORARY] += size
             by_kind[program.storage_kinds[op.replaces]] -= size

@@ -92,7 +92,7 @@ Runtime = Literal["cost-model", "benchmark", "operator-level-cost-model", "opera
 Trace = Literal["fake", "real"]
 
 _LONG = "operator-level-"
-"""What names of runtimes may begin with, as those of torch's ``RuntimeEstimator`` do."""
+"""Optional prefix of the names of runtimes, as in torch's ``RuntimeEstimator``."""
 
 
 @checked(TraceError, "model", "batch", "optimizer", "ranks")
@@ -117,21 +117,21 @@ def profile(
         profile.peak_bytes, profile.step_ms
 
     Args:
-        model: with real, meta or fake parameters. It is not touched. ``functools`` caches of functions that stand
-            beside the model's classes are emptied before and afterwards. Fake tensors that a fake step leaves in
-            globals and class attributes are taken out, and what was there before is put back.
+        model: with real, meta or fake parameters. It is not touched. ``functools`` caches in the code of the model's
+            classes are emptied before and afterwards. Fake tensors that a fake step leaves in globals and class
+            attributes are taken out, and the values of before are put back.
         batch: a tensor, a tuple (positional), a mapping (keyword arguments), or a callable that makes one. Of batches
-            that differ, give the largest: a plan holds for it and for smaller ones. Of a ``DataLoader`` it is made from
-            the longest samples of its data set, by its ``collate_fn``; the loader itself is not iterated.
+            that differ, give the largest: a plan holds for it and for smaller ones. For a ``DataLoader``, it is made
+            from the longest samples of the data set by ``collate_fn``; the loader itself is not iterated.
         loss_fn: ``loss_fn(model, batch) -> scalar``, or None if it has run the backward pass itself. By default the
             output's ``.loss`` or ``["loss"]``, else its only scalar with a gradient, else the sum of its float tensors,
-            with a warning. It gets a copy of the model, and must use that one. In inference what it returns is the
-            output, of any kind; by default that of the model. With a list of optimizers it is the whole step,
-            ``loss_fn(model, batch, optimizers)``: it zeroes gradients, calls ``backward`` and steps them.
-        optimizer: an optimizer over the model, a callable ``params -> optimizer``, or a name of one, as those of the
-            command line (``"paged-adamw-8bit"``); or a list of them, see ``loss_fn``. With one, its state and the
-            temporaries of its step count. Without one they are missing from the peak, and
-            ``Profile.assumptions`` says by how much for AdamW.
+            with a warning. It gets a copy of the model, and must use the copy. In inference what it returns is the
+            output, of any kind; by default the model's. With a list of optimizers it is the whole step,
+            ``loss_fn(model, batch, optimizers)``: it zeroes gradients, calls ``backward`` and steps the optimizers.
+        optimizer: an optimizer over the model, a callable ``params -> optimizer``, or a name as on the command line
+            (``"paged-adamw-8bit"``); or a list of these, see ``loss_fn``. The optimizer's state and the temporaries
+            of its step count. Without an optimizer they are missing from the peak, and ``Profile.assumptions`` says
+            how much that is for AdamW.
         device: what the step will run on, see ``sacplan.devices()``; by default that of ``sacplan.ranks`` around the
             call, else ``"h100"``.
         runtime: ``"cost-model"`` (predicted kernel by kernel) or ``"benchmark"`` (each distinct op timed here).
@@ -140,24 +140,24 @@ def profile(
             generators; needed where shapes depend on data.
         mode: ``"train"``: forward, backward, optimizer. ``"inference"``: the forward pass under ``torch.no_grad``;
             its output is alive at the end. ``model.training`` stays as it is.
-        accumulation_steps: micro-batches whose gradients an optimizer step adds up; the batch is one of them. With
-            more than one, the last micro-step is recorded, with the optimizer's step: gradients are alive from its
-            beginning, and no earlier micro-step has a higher peak. Times are those of this one. A loop with
-            ``zero_grad(set_to_none=False)`` keeps gradients as well: say 2. By default what an optimizer that
-            Accelerate has prepared says, else 1.
+        accumulation_steps: micro-batches whose gradients an optimizer step adds up; the batch is one of them. For
+            more than 1, the last micro-step is recorded, with the optimizer's step: gradients are alive from its
+            beginning, and no earlier micro-step has a higher peak. Times are those of the last one. A loop with
+            ``zero_grad(set_to_none=False)`` keeps gradients as well: give 2. By default the number of an optimizer
+            that Accelerate has prepared, else 1.
         routing: of a mixture of experts in a fake trace: ``"balanced"`` gives each expert as many tokens. ``"worst"``
             also tries all tokens on the same experts, and takes the step with the higher peak.
         ranks: what the step is spread over, ``sacplan.FSDP2(8)`` or ``sacplan.DDP(8)``; the profile is that of one
             rank. The model is the whole one, before ``fully_shard`` or DistributedDataParallel; the batch is that of a
-            rank. May be said to ``sacplan.plan`` instead.
+            rank. Can be given to ``sacplan.plan`` instead.
         compile: what ``torch.compile`` is called on: True for the whole model, patterns for modules that are compiled
             each by itself (``["model.layers.*"]``), or a mapping with ``modules`` and the keywords of
             ``torch.compile``: ``backend`` ("inductor" or "aot_eager"), ``mode``, ``dynamic``, ``fullgraph``,
-            ``options``. By default a model is recorded as it is compiled already; False records it uncompiled.
+            ``options``. By default, what is compiled already is recorded compiled; False records it uncompiled.
 
     Raises:
-        TraceError: the step cannot be recorded, has no gradient, or cannot be spread so. What the model itself
-            raises comes through.
+        TraceError: the step cannot be recorded, has no gradient, or cannot be spread over the ranks. What the model
+            itself raises comes through.
         DeviceError: an unknown device, or one that is not here where it is needed.
 
     Warns:
@@ -177,7 +177,7 @@ def profile(
         mode=mode, ranks=over, accumulation_steps=accumulation_steps, routing=routing, compiled=compiled,
     )  # fmt: skip
     found = trace_step(asked)
-    # Experts that get no tokens may do nothing at all, not even make gradients: then balanced routing takes more.
+    # Experts without tokens may make no gradients: then balanced routing takes more, and the higher peak counts.
     if found.fingerprint.setup.routing == "worst" and any(is_rule("worst", rule) for rule in found.rules):
         found = max(found, trace_step(replace(asked, routing="balanced")), key=lambda one: one.peak_bytes)
     warn_of_step(found, stacklevel=3)
@@ -185,7 +185,7 @@ def profile(
 
 
 def warn_of_step(found: Profile, stacklevel: int) -> None:
-    """Warn of what makes a recorded step another than the one that its user trains."""
+    """Warn if a recorded step is not what its user trains: there is no loss, or no arithmetic for bfloat16."""
     if said := without_bfloat16(found.recorded, found.spec):
         warnings.warn(f"{said}.", SacplanWarning, stacklevel=stacklevel + 1)
     if said := summed_outputs(found.fingerprint.setup):
@@ -199,10 +199,10 @@ class StepRequest:
     Attributes:
         model, batch, loss_fn, optimizer, device, runtime, trace, mode, accumulation_steps, routing: as for
             ``profile``.
-        prepare: gets the model before the step runs, a fake trace's copy of it, and may apply a plan to it.
+        prepare: called with the model (in a fake trace, its copy) before the step runs; may apply a plan to it.
         saved: how saved tensors are followed, see ``saved_tensors.py``.
-        ranks: the step is that of one of these, on which PyTorch spreads a copy of the model. On a mesh, the batch is
-            that of all ranks.
+        ranks: the ranks over which PyTorch spreads a copy of the model; the step is that of one of them. On a mesh, the
+            batch is that of all ranks.
         compiled: the modules that run compiled.
     """
 
@@ -222,7 +222,7 @@ class StepRequest:
     compiled: Compilation | None = None
 
     def check(self) -> None:
-        """Raise ``TraceError`` or ``PlanError`` for a step that cannot be traced so."""
+        """Raise ``TraceError`` or ``PlanError`` for a request that cannot be traced."""
         check_model(self.model)
         for what, value, known in (
             ("runtime", self.runtime, get_args(Runtime)),
@@ -249,7 +249,7 @@ class StepRequest:
             raise PlanError(
                 'a step on ranks is recorded on fake tensors; make the profile with trace="fake".'
             )
-        # ``fully_shard`` makes parameters of its own, on which the hook is not.
+        # ``fully_shard`` makes parameters of its own, which do not have the hook.
         if self.ranks != ONE_RANK and has_gradient_hooks(self.model):
             raise TraceError(
                 "a parameter has a hook that runs when its gradient is there (register_post_accumulate_grad_hook), and "
@@ -273,7 +273,7 @@ class _Resolved:
         loss_fn: the given one, or the default.
         spec, cost: the device, and the cost of a call of an op on it.
         autocast: the type of a ``torch.autocast`` around the trace.
-        mesh: over which a copy of the model is spread.
+        mesh: over which a copy of the model is spread; None for one rank.
         joint_graphs: noted while a compiled step runs.
     """
 
@@ -309,14 +309,14 @@ def trace_step(asked: StepRequest) -> Profile:
     """Trace one step and return its profile."""
     asked.check()
     spec = resolve_device(asked.device)
-    # Contexts from the outside in: generators are put back last; the collector is off before the first fake tensor is
-    # made; errors are explained where torch's own messages come through.
     runtime, model, ranks = asked.runtime.removeprefix(_LONG), asked.model, asked.ranks
     times = MeasuredTimes(spec) if runtime == "benchmark" else CostModel(spec)
-    autocast = current_autocast(spec.kind)  # inside a fake step it is another device's
+    autocast = current_autocast(spec.kind)  # read here: in a fake step it is another device's
     run = _trace_fake if asked.trace == "fake" else _trace_real
     scripted = scripted_inside(model)
     as_written = told_of_scripted(model, scripted, asked.trace)
+    # Contexts from the outside in: generators are put back last; the collector is off before the first fake tensor is
+    # made; errors are explained where torch's own messages come through.
     with (
         compiled_in_place(model) as model,
         preserved_rng(),
@@ -360,7 +360,7 @@ def trace_step(asked: StepRequest) -> Profile:
 
 @contextlib.contextmanager
 def _mesh_of(ranks: Ranks) -> Iterator[DeviceMesh | None]:
-    """Yield the mesh that a copy of the model is spread over; outside of fake modes, since it has a real tensor."""
+    """Yield the mesh for a copy of the model; None for one rank. Enter outside of fake modes: it has a real tensor."""
     if ranks.devices == 1:
         yield None
         return
@@ -370,7 +370,7 @@ def _mesh_of(ranks: Ranks) -> Iterator[DeviceMesh | None]:
 
 @contextlib.contextmanager
 def _explained(ranks: Ranks) -> Iterator[None]:
-    """Say that what goes wrong in a step does so on ranks: whatever the user's code, or torch, makes of parts."""
+    """Turn errors of the user's code, or of torch, in a step on ranks into a ``TraceError`` that names the mesh."""
     try:
         yield
     except SacplanError:
@@ -394,7 +394,7 @@ def _with_hooks_or_without(run: Callable[[_Resolved], _Traced], resolved: _Resol
 
 
 def _trace_fake(resolved: _Resolved) -> _Traced:
-    # A function of its own for the step, whose fake tensors are gone when it returns.
+    # The step has a function of its own, so that its fake tensors are gone before ``no_fake_tensors_left`` looks.
     with no_fake_tensors_left(resolved.asked.model, resolved.loss_fn) as note:
         return _run_fake(resolved, note)
 
@@ -417,10 +417,10 @@ def _run_fake(resolved: _Resolved, note: Callable[[FakeTensorMode], None]) -> _T
         fake_parameters(),
         contextlib.ExitStack() as running,
     ):
-        # The copy is made inside of the mode, and from here on only the copy is used. A plan is applied to it, too.
         note(fake_mode)
         keep_to_this_thread(fake_mode, lambda: other_thread("an op of the model"))
         copier, looking_up = FakeCopier(rules), LookingUp(fake_mode, rules)
+        # From here on only the copy is used, also for a plan.
         fake = copier.model(model)
         if mesh is not None and asked.ranks.sharding is not None:
             running.enter_context(own_op_handlers())
@@ -437,7 +437,7 @@ def _run_fake(resolved: _Resolved, note: Callable[[FakeTensorMode], None]) -> _T
             if asked.compiled is not None:
                 running.enter_context(dry_compiled(fake, asked.compiled, spec))
                 resolved.joint_graphs.clear()
-                if asked.prepare is None:  # a plan splits them itself
+                if asked.prepare is None:  # a plan splits the graphs itself
                     running.enter_context(joint_graphs_noted(resolved.joint_graphs.append))
             step = Step(
                 model=fake,
@@ -465,12 +465,12 @@ def _trace_real(resolved: _Resolved) -> _Traced:
     how: SavedMode = "clone" if asked.saved == "record" else "observe"
     check_runs_here(model, spec, 'trace="real"')
     # Made before the snapshot, which must know the optimizer to put its state back.
-    made = each_optimizer(asked.optimizer, lambda one: optimizer_over(one, model))
+    optimizer = each_optimizer(asked.optimizer, lambda one: optimizer_over(one, model))
     # What the loss function holds, and optimizers in hooks of parameters, may change in the step as well.
     with preserved_state(
-        model, made, asked.batch, *held_by_function(resolved.loss_fn), *optimizers_in_backward(model)
+        model, optimizer, asked.batch, *held_by_function(resolved.loss_fn), *optimizers_in_backward(model)
     ):
-        step = Step(model, asked.batch, resolved.loss_fn, made, asked.mode, asked.accumulation_steps)
+        step = Step(model, asked.batch, resolved.loss_fn, optimizer, asked.mode, asked.accumulation_steps)
         handle = asked.prepare(model) if asked.prepare is not None else None
         try:
             return _traced(step, resolved, how, handle)
@@ -489,7 +489,7 @@ def _traced(
     program, calls, checkpointed = record_settled_step(step, recorder, handle, rules)
     setup = structs.replace(
         step.setup(resolved.autocast),
-        # On a CPU the two memories are one, and all of it is in the program.
+        # On a CPU the host's memory is the device's, and the program has all of it.
         optimizer_host_bytes=sum(map(host_bytes, step.optimizers)) if spec.kind == "cuda" else 0,
         shards_host_bytes=shards_host_bytes(step.model, step.optimizers),
         checkpointed=checkpointed,
@@ -518,7 +518,7 @@ def check_runs_here(model: torch.nn.Module, spec: DeviceSpec, what: str) -> None
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Keep the garbage collector off inside. Otherwise it would free tensors in cycles at a moment that varies."""
+    """Keep the garbage collector off inside: it would free tensors in cycles at moments that vary."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -529,7 +529,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _check_recorded(program: Program, mode: Mode) -> None:
-    # A plan is made of module calls, and saves what the backward pass needs: without either there is nothing to plan.
+    # A plan decides what module calls keep for the backward pass: without calls, or that pass, there is no plan.
     if not program.scopes:
         raise TraceError(
             "no module of the model was called in the step. Does loss_fn use the model that it is given, "

@@ -18,18 +18,18 @@ class AliveStorages(Watching):
     """A mode that follows the storages of ops.
 
     Attributes:
-        bytes, peak_bytes: of the storages that are alive, and the most of them so far.
+        bytes, peak_bytes: bytes of the storages that are alive now, and their maximum so far.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = self.peak_bytes = 0
-        # By key, a weak reference, and whether an op made the storage. The first note of a storage decides.
+        # By key, a weak reference, and whether an op made the storage. The first ``note`` of a storage decides.
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], bool]] = {}
 
     @property
     def not_made(self) -> tuple[torch.UntypedStorage, ...]:
-        """Return those that no op has made."""
+        """The living storages that no op has made."""
         found = (ref() for ref, made in self._known.values() if not made)
         return tuple(storage for storage in found if storage is not None)
 
@@ -45,12 +45,12 @@ class AliveStorages(Watching):
         return out
 
     def note(self, tensors: Iterable[torch.Tensor], *, made: bool = False) -> None:
-        """Follow the storages of tensors from here on."""
+        """Follow the storages of tensors from here on; ``made``: an op made those that are new."""
         for storage in (part.untyped_storage() for t in tensors for part in strided_parts(t)):
             key, nbytes = storage_key(storage), storage.nbytes()
             if key not in self._known:
-                # A key is an address. When the storage is gone it may be given to another one, so it must be
-                # forgotten at once.
+                # A key is an address, which another storage may get as soon as this one is gone, so the entry must
+                # go at once.
                 gone = functools.partial(self._forget, key, nbytes)
                 self._known[key] = weakref.ref(storage, gone), made
                 self.bytes += nbytes

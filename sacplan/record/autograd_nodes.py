@@ -31,10 +31,10 @@ class _NodeLives:
 
 
 def keeps_a_number(func: Any, args: Any) -> bool:
-    """Whether autograd keeps the tensor that a Python number became; it shows those to no saved-tensor hook."""
+    """Whether autograd saves the second argument, a Python number, as a tensor, which no saved-tensor hook sees."""
     if func not in _KEEP_THEIR_SECOND or isinstance(args[1], torch.Tensor):
         return False
-    return args[0].requires_grad and torch.is_grad_enabled()  # in the forward of a custom function it is off
+    return args[0].requires_grad and torch.is_grad_enabled()  # off in the forward of a custom function
 
 
 class KeptNumbers:
@@ -44,7 +44,7 @@ class KeptNumbers:
     saved-tensor hook sees them. So each is entered as a storage here, and freed when its node has run or has died.
 
     Args:
-        nbytes: size of such a tensor; 0 where it does not lie in the device's memory.
+        nbytes: size of such a tensor; 0 if it is not in the device's memory.
         events, storages: the recorder's.
     """
 
@@ -53,19 +53,19 @@ class KeptNumbers:
         self._events = events
         self._storages = storages
         self._kept: dict[int, list[int]] = {}  # autograd's next sequence number to storages
-        self._ends: dict[int, weakref.ref[_NodeLives]] = {}  # such a storage to what its node holds
-        self._awaited: Any = None
+        self._ends: dict[int, weakref.ref[_NodeLives]] = {}  # kept storage to the object in its node
+        self._awaited: Any = None  # the op on a local tensor that has the number of one on a DTensor
         # The latest kept storage: the output of its op, the next sequence number, and the storage.
         self.latest: tuple[weakref.ref[torch.Tensor], int, int] | None = None
 
     def keep(self, func: Any, args: Any, outputs: Sequence[torch.Tensor]) -> None:
-        """Enter the number that an op of the forward pass has autograd keep, if it does."""
+        """Enter the number that autograd keeps for an op of the forward pass, if there is one."""
         if not self._nbytes:
             return  # on a GPU these tensors lie on the host
         awaited, self._awaited = self._awaited, None
         if func is not awaited and not keeps_a_number(func, args):
             return
-        # A write to a view is a node inside of another, ``CopySlices``, which is made next, and which the engine runs.
+        # For a write to a view the engine runs ``CopySlices``, which is made next, around the op's own node.
         next_node = autograd_sequence_number() + (func in _IN_PLACE and args[0]._is_view())
         nbytes = self._nbytes << isinstance(args[1], complex)  # a complex number has two parts
         storage = self._storages.add_unseen(nbytes, StorageKind.OTHER)
@@ -75,14 +75,14 @@ class KeptNumbers:
             self.latest = weakref.ref(outputs[0]), next_node, storage
 
     def await_local(self, func: Any, args: Any) -> None:
-        """Have the op on a local tensor that follows keep the number of this op on a DTensor, whose node is made."""
+        """Have the op on local tensors, which follows this op on a DTensor, enter the number that its node keeps."""
         if keeps_a_number(func, args):
             self._awaited = func
 
     def given_bytes(self, node: int | None, func: Any, args: Any) -> int:
         """Return the bytes of the number that an op of the backward pass takes from the node that keeps it.
 
-        A dispatch mode sees a Python number, as if the op made a tensor of it.
+        A dispatch mode sees a Python number in its place, as if the op itself made a tensor of it.
         """
         if node is None or func not in _KEEP_THEIR_SECOND or isinstance(args[1], torch.Tensor):
             return 0
@@ -92,7 +92,7 @@ class KeptNumbers:
     def follow_latest(self) -> None:
         """Watch the node that keeps the latest number: the node of a branch that the loss does not need never runs.
 
-        To be called at the op behind, because autograd gives an output its node (``grad_fn``) only when the dispatch
+        To be called at the next op, because autograd gives an output its node (``grad_fn``) only when the dispatch
         mode has returned.
         """
         assert self.latest is not None
@@ -102,7 +102,7 @@ class KeptNumbers:
             return  # freed already
         output = ref()
         if output is None:
-            # No other op took the output, so no node refers to the one that made it.
+            # No other op took the output, so nothing refers to its node.
             self._free(next_node, storage)
             return
         if output._is_view():
@@ -110,7 +110,7 @@ class KeptNumbers:
         node: Any = output.grad_fn
         if node is None or node._sequence_nr() + 1 != next_node:
             # Not the node of this op. A mode around this one, as an executor's, may run ops of its own before it
-            # returns: they make no node. Otherwise the number stays until its node has run.
+            # returns: they make no node, so look again at the next op. If one was made, the number stays until it ran.
             if autograd_sequence_number() == next_node:
                 self.latest = latest
             return
@@ -130,7 +130,7 @@ class KeptNumbers:
             self._events.append((_FREE, storage))
 
     def stop(self) -> None:
-        """Watch no node any more: a graph that outlives the step is none of it."""
+        """Watch no node any more: what a graph frees after the step is not part of the step."""
         self._ends.clear()
         self.latest = None
 
@@ -149,13 +149,13 @@ class AutogradNodes:
     Attributes:
         running: sequence number of the node that runs; None outside of the backward pass and while gradients are
             accumulated.
-        runs: called when another node runs, with the op of the forward pass that made it, or -1.
+        runs: called when another node begins to run, with the op of the forward pass that made it, or -1.
     """
 
     def __init__(self, numbers: KeptNumbers) -> None:
         self.running: int | None = None
         self.runs: Callable[[int], None] = lambda op: None
-        self._keeps = False  # whether the backward pass of that node keeps its graph
+        self._keeps = False  # whether the backward pass of ``running`` keeps its graph
         self._numbers = numbers
         self._ops: dict[int, int] = {}  # autograd's next sequence number to the first op run at it
         self._detached = set[int]()  # ops that make no node
@@ -182,13 +182,13 @@ class AutogradNodes:
         return -1 if self.running is None else self._ops.get(self.running + 1, -1)
 
     def follow(self) -> int | None:
-        """Note which autograd node runs; its number.
+        """Note which autograd node runs, and return its number (see ``running``).
 
-        Also to be called before a tensor is unpacked: what is recomputed for it runs when the node before is done.
+        Also to be called before a tensor is unpacked: the node before is done when the tensor is recomputed.
         """
         number = current_node_sequence_number()
         if number != self.running:
-            # With ``retain_graph`` the numbers stay until the graph itself goes. The pass of the last node may be over.
+            # With ``retain_graph`` the numbers stay until the graph goes. ``_keeps`` is of the node's own pass.
             if self.running is not None and not self._keeps:
                 self._numbers.node_ran(self.running)
             self.running, self._keeps = number, keeps_graph()

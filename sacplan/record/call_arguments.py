@@ -47,11 +47,11 @@ def arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
             return {str(key): as_json(item) for key, item in value.items()}
         if isinstance(value, complex):
             return {"complex": [value.real, value.imag]}
-        # Types, layouts and the like come back from their names.
+        # Types, layouts and the like can be restored from their names.
         for kind, name in _NAMED.items():
             if isinstance(value, kind):
                 return {name: str(value).removeprefix("torch.")}
-        # By its class alone: enough to say in a message what a recording does not hold.
+        # Any other object by its class alone: enough for a message on what a recording does not hold.
         return {"object": f"{type(value).__module__}.{type(value).__qualname__}"}
 
     return json.dumps([as_json(tuple(args)), as_json(dict(kwargs))], separators=(",", ":"))

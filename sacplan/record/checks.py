@@ -1,8 +1,8 @@
 """Find the outcome of a check (an ``assert``, or an ``if`` that only raises) that lets the step go on.
 
 A model that asserts something about its data asks a fake tensor for a bool. The data is not there, but only one answer
-lets the step continue. So the source of the asking frame is parsed, and the innermost code of the user that asks is
-looked up among the conditions in it.
+lets the step continue. So the source of the innermost frame of the user's code is parsed, and the place at which the
+frame asks is looked up among the conditions.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _SKIPPED = (
 
 
 def outcome_that_passes() -> bool | None:
-    """Return what the tensor that is read as a bool now must be for the check that asks to pass.
+    """Return the bool with which the check that reads a tensor now passes; None if no check does, or it is unclear.
 
-    None if no check asks, or if several with different outcomes may be the one. A check is the condition of an
-    ``assert``, or of an ``if`` that does nothing but raise. Only conditions that treat all their parts alike are
-    understood: ``not a or not b``, but not ``a and not b``.
+    A check is the condition of an ``assert``, or of an ``if`` that does nothing but raise. It is unclear if several
+    checks with different outcomes may be asking. Only conditions that treat all their parts alike are understood:
+    ``not a or not b``, but not ``a and not b``.
     """
     frame: FrameType | None = sys._getframe(1)
     # Between the code that asks and this function are PyTorch's dispatch and sacplan's modes.
@@ -39,13 +39,13 @@ def outcome_that_passes() -> bool | None:
         frame = frame.f_back
     if frame is None:
         return None
-    # Where several checks cover the place they must agree; where none does, a plain branch asks.
-    # On Python 3.10 only the line is known, and one line may hold two checks: then they must agree.
+    # If no check covers the place, a plain branch asks. If several do, they must agree: nested ones, or, where only the
+    # line is known (Python 3.10), those on one line.
     at = _place(frame)
-    found = {
+    outcomes = {
         outcome for low, high, outcome in _checks_in(frame.f_code.co_filename) if low[: len(at)] <= at <= high
     }
-    return found.pop() if len(found) == 1 else None
+    return outcomes.pop() if len(outcomes) == 1 else None
 
 
 def _place(frame: FrameType) -> tuple[int, ...]:
@@ -64,7 +64,7 @@ def _checks_in(filename: str) -> tuple[tuple[tuple[int, int], tuple[int, int], b
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError):  # no Python source, such as a template
         return ()
-    found = []
+    checks = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
             passes = True
@@ -77,15 +77,15 @@ def _checks_in(filename: str) -> tuple[tuple[tuple[int, int], tuple[int, int], b
             test = node.test
             first = node.lineno, node.col_offset  # where Python 3.11 places the jump
             last = test.end_lineno or 0, test.end_col_offset or 0
-            found.append((first, last, passes is polarity))
-    return tuple(found)
+            checks.append((first, last, passes is polarity))
+    return tuple(checks)
 
 
 def _polarity(test: ast.expr) -> bool | None:
-    """Tell whether a condition wants all of its parts true (True) or all false (False) to be true; None if mixed.
+    """Return what all parts of a condition have to be for it to be true, True or False; None if they differ.
 
     Only one of the parts is being read when the check asks, and it cannot be told which. So the answer is only known
-    where all parts want the same.
+    where all parts have to be the same.
     """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         inner = _polarity(test.operand)

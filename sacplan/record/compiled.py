@@ -4,8 +4,8 @@
         step.accumulate()          # compiles, the first time
         with recorder: step.run()  # runs what was compiled
 
-PyTorch compiles; nothing of its rules is written down here. What the recorder sees of a compiled graph is what the
-wrapper does that inductor wrote: it allocates, calls kernels and ops, and lets go.
+PyTorch itself compiles; none of its rules are repeated here. Of a compiled graph the recorder sees what inductor's
+wrapper does: it allocates, calls kernels and ops, and frees.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sacplan.torch_compat.inductor import compiled_so_far, dry_compiler
 from sacplan.torch_compat.private import function_modes_off
 
 CompileModules = bool | Sequence[str] | Mapping[str, Any] | Compilation | None
-"""How ``profile`` is told what is compiled: see there."""
+"""The argument ``compile`` of ``profile``."""
 
 _HOOKS = (
     "_forward_pre_hooks",
@@ -40,16 +40,16 @@ _HOOKS = (
 
 
 def compilation_of(asked: CompileModules, model: torch.nn.Module) -> Compilation | None:
-    """Return what is asked for, or else what of the model was compiled already; None for nothing.
+    """Return how the model is compiled: as asked, by default as it is already; None if nothing is.
 
     Args:
         asked: as for ``profile``.
-        model: in ``compiled_in_place``.
+        model: as ``compiled_in_place`` yields it.
 
     Raises:
         TraceError: a pattern that matches no module, or a backend or keyword that is not known.
     """
-    # What is no module is refused by ``trace_step``, with a better message.
+    # ``trace_step`` refuses a model that is no module, with a better message.
     if asked is False or not isinstance(model, torch.nn.Module):
         return None
     return _compiled_already(model) if asked is None else _asked_for(asked, model)
@@ -100,8 +100,8 @@ def _compiled_already(model: torch.nn.Module) -> Compilation | None:
 
 @contextlib.contextmanager
 def dry_compiled(model: torch.nn.Module, compilation: Compilation, spec: DeviceSpec) -> Iterator[None]:
-    """Compile modules of a fake model inside, without kernels."""
-    # Between two graphs, eager ops call the recorder and its hooks, which are no code of the model.
+    """Inside, modules of a fake model run compiled, without kernels."""
+    # Between two graphs, eager ops call the recorder and its hooks, which Dynamo must not trace.
     keep_dynamo_out("sacplan.record")
     keep_dynamo_out("sacplan.torch_compat", "private")
     with compiler_for(spec):
@@ -114,7 +114,7 @@ def dry_compiled(model: torch.nn.Module, compilation: Compilation, spec: DeviceS
 
 
 def compiler_for(spec: DeviceSpec) -> AbstractContextManager[None]:
-    """Return what is entered to compile for a device, without kernels."""
+    """Return the context in which ``torch.compile`` compiles for a device, without kernels."""
     return dry_compiler(_gpu(spec) if spec.kind == "cuda" else None)
 
 
@@ -145,12 +145,12 @@ def compile_step(step: Step, unrecorded: AbstractContextManager[Any]) -> None:
 
 @contextlib.contextmanager
 def really_compiled(model: torch.nn.Module, compilation: Compilation | None, step: Step) -> Iterator[None]:
-    """Compile modules of a real model, and run the step until nothing is compiled any more; undone afterwards.
+    """Inside, only modules of ``compilation`` run compiled (None: no module); undone afterwards.
 
-    Nothing else of the model runs compiled: with None nothing at all.
+    On entry the step runs until nothing more is compiled.
     """
     modules = [] if compilation is None else [model.get_submodule(fqn) for fqn in compilation.modules]
-    # Set nothing on other modules, not even the same value: it would become an attribute of the instance.
+    # Set nothing on other modules, not even the value that they have: the instance would get an attribute.
     before = {m: m._compiled_call_impl for m in model.modules() if m._compiled_call_impl or m in modules}
     try:
         for module in before:
@@ -172,7 +172,8 @@ def really_compiled(model: torch.nn.Module, compilation: Compilation | None, ste
 class _Unwatched:
     """Calls a compiled module without the hooks that came after it was compiled, such as those of a recorder.
 
-    Dynamo would trace them, and compile again because of them. Those of the module itself run here instead.
+    Dynamo would trace these hooks, and compile again because of them. Those of the module itself, and global ones, run
+    here instead.
     """
 
     def __init__(self, module: torch.nn.Module, compiled: Callable[..., Any]) -> None:
@@ -182,47 +183,47 @@ class _Unwatched:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hooks = torch.nn.modules.module
-        before, after = hooks._global_forward_pre_hooks, hooks._global_forward_hooks
+        global_before, global_after = hooks._global_forward_pre_hooks, hooks._global_forward_hooks
         own = self._own[0][1]["_forward_pre_hooks"]
         added = [(key, hook) for key, hook in self._module._forward_pre_hooks.items() if key not in own]
-        for hook in list(before.values()):
+        for hook in list(global_before.values()):
             hook(self._module, args)
         for key, hook in added:
             if key in self._module._forward_pre_hooks_with_kwargs:
                 hook(self._module, args, kwargs)
             else:
                 hook(self._module, args)
-        hooked_now = [(vars(module)[name], theirs[name]) for module, theirs in self._own for name in theirs]
+        pairs = [(vars(module)[name], known[name]) for module, known in self._own for name in known]
         with contextlib.ExitStack() as stack:
-            for hooked in (before, after):
-                stack.enter_context(_emptied(hooked, {}))
-            for found, hooked in hooked_now:
-                if found.keys() != hooked.keys():
-                    stack.enter_context(_emptied(found, hooked))
+            for current in (global_before, global_after):
+                stack.enter_context(_reduced_to({}, current))
+            for current, known in pairs:
+                if current.keys() != known.keys():
+                    stack.enter_context(_reduced_to(known, current))
             stack.enter_context(function_modes_off())
             output = self._compiled(*args, **kwargs)
-            for found, hooked in hooked_now:
-                hooked.update(found)  # what the model has registered is its own
-        for hook in list(after.values()):
+            for current, known in pairs:
+                known.update(current)  # hooks that the model registered during the call are its own
+        for hook in list(global_after.values()):
             hook(self._module, args, output)
         return output
 
 
 @contextlib.contextmanager
-def _emptied(hooks: dict[Any, Any], left: Mapping[Any, Any]) -> Iterator[None]:
-    found = dict(hooks)
+def _reduced_to(known: Mapping[Any, Any], hooks: dict[Any, Any]) -> Iterator[None]:
+    before = dict(hooks)
     hooks.clear()
-    hooks.update(left)
+    hooks.update(known)
     try:
         yield
     finally:
-        now = dict(hooks)
+        now = dict(hooks)  # with those that were registered inside
         hooks.clear()
-        hooks.update(found | now)
+        hooks.update(before | now)
 
 
 def _gpu(spec: DeviceSpec) -> SimpleNamespace:
-    """Return the properties of a device as CUDA has them; what the table lacks is that of recent boards."""
+    """Return the properties of a device as CUDA names them; those that ``DeviceSpec`` lacks are of recent boards."""
     major, minor = spec.capability or (9, 0)
     return SimpleNamespace(
         name=spec.name,

@@ -13,7 +13,7 @@ class _Noted(threading.local):
 
     Attributes:
         latest: the op that was recorded last; -1 where nothing is recorded.
-        again: the op whose node runs; -1 for none.
+        again: the recorded op that an executor runs again now; -1 for none.
         deferred: called with an op, the types of its tensors and its arguments where a mode answers NotImplemented, so
             that the recorder below does not see it.
     """

@@ -35,7 +35,7 @@ from sacplan.torch_compat.local_tensors import local_part, stands_for_another, w
 
 
 class FakeCopier:
-    """Maps the tensors of a model, a batch and an optimizer to fake CPU ones that share storages as they do."""
+    """Maps tensors of a model, a batch and an optimizer to fake CPU ones, which share storages as the originals do."""
 
     def __init__(self, rules: DataRules | None = None) -> None:
         self._rules = rules  # learns the values of real integers
@@ -64,11 +64,11 @@ class FakeCopier:
         if stands_for_another(t):
             return self._twin_around(t)
         if t.layout != torch.strided:
-            # There are no fake ones. An op that takes it fails, but there may be none (alignment heads of Whisper).
+            # Only strided tensors have fake twins. An op that takes this one fails, but there may be none (Whisper).
             self.memo[id(t)] = t
             return t
         # Tensors that share a storage (tied weights, views) must share one in the copy, or their memory counts twice.
-        # The address is unique only while the storage lives, so it is kept.
+        # The storage is kept, since its address is unique only while it lives.
         real = t.untyped_storage()
         storage = self._storages.get(real._cdata)
         new = storage is None
@@ -90,7 +90,7 @@ class FakeCopier:
 
     def _twin_around(self, t: torch.Tensor) -> torch.Tensor:
         trained = isinstance(t, torch.nn.Parameter)
-        # ``learn`` leaves parameters alone, but the local part of one is a plain tensor.
+        # ``learn`` copies no parameter, but would copy the local part of one, which is a plain tensor.
         rules, self._rules = self._rules, None if trained else self._rules
         try:
             local = self.tensor(local_part(t))
@@ -122,10 +122,9 @@ class FakeCopier:
         all tensors and generators that are found, and of objects that cannot be copied or need not be.
 
         Raises:
-            TraceError: it cannot be copied, or is sharded by ``fully_shard``.
+            TraceError: the model cannot be copied.
         """
-        # In this order: what cannot be copied at all is refused; the memo gets a twin of every tensor, generator and
-        # shared object; gradients are left out; then Python's own deep copy does the rest.
+        # The memo gets its twins, gradients are left out, and then Python's own deep copy does the rest.
         own: dict[int, Any] = {}
         for value in reachable(model, seen=own):
             if isinstance(value, torch.Tensor):
@@ -158,7 +157,7 @@ class FakeCopier:
         return twin
 
     def forget_hooks(self) -> None:
-        """Remove the hooks of the copy's parameters, which refer to these: a cycle that is never collected."""
+        """Remove the hooks of the copy's parameters: they refer to these, in cycles that are never collected."""
         for handle in self._gradient_hooks:
             handle.remove()
 
@@ -168,7 +167,7 @@ class FakeCopier:
 
     def _copy_attributes(self) -> None:
         """Copy Python attributes of tensors, such as Megatron's ``main_grad``, but not those of fake tensors."""
-        # A fake tensor has Python attributes of its own, such as its mode. They are nothing that a user has set.
+        # Attributes that every fake tensor has, such as its mode, were not set by a user.
         of_fakes = vars(fake_empty_strided(self._mode, (), (), torch.float32)).keys()
         for t in self._keep.copy():
             if isinstance(t, torch.Tensor) and not vars(t).keys() <= of_fakes:
@@ -176,7 +175,7 @@ class FakeCopier:
                 vars(self.memo[id(t)]).update(copy.deepcopy(found, self.memo))
 
     def parameters_replaced(self, model: torch.nn.Module, fake: torch.nn.Module) -> None:
-        """Take note of parameters of a copy that something has replaced, so that an optimizer is made over those."""
+        """Note parameters of a copy that something has replaced, so that an optimizer is made over the new ones."""
         for p, q in zip(model.parameters(), fake.parameters(), strict=True):
             self.memo[id(p)] = q
 
@@ -196,15 +195,15 @@ class FakeCopier:
                 for group in optimizer.param_groups
             ]
             try:
-                made = type(optimizer)(groups, **_constructor_arguments(optimizer))
+                twin = type(optimizer)(groups, **_constructor_arguments(optimizer))
             except TypeError as error:
                 raise TraceError(
                     f"the optimizer {type(optimizer).__name__} cannot be made again for the fake parameters: "
                     f"{error}. Pass a callable instead: optimizer=lambda params: ..."
                 ) from error
         else:
-            made = make_optimizer(stand_in_factory(optimizer), fake_model)
-        return for_fake_steps(made)
+            twin = make_optimizer(stand_in_factory(optimizer), fake_model)
+        return for_fake_steps(twin)
 
 
 _SHARED = (types.ModuleType, type(threading.Lock()), type(threading.RLock()), threading.Thread, io.IOBase)
@@ -212,7 +211,7 @@ _SHARED = (types.ModuleType, type(threading.Lock()), type(threading.RLock()), th
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a value is a tuple of numbers and texts with a class of its own, which may not let it be copied."""
+    """Whether a value is a tuple of numbers and texts with a class of its own, which might refuse a copy."""
     if not isinstance(value, tuple) or type(value) is tuple or getattr(value, "__dict__", None):
         return False
     return all(v is None or isinstance(v, (bool, int, float, complex, str)) for v in tuple.__iter__(value))
@@ -239,9 +238,9 @@ class _CopiesAreFake(TorchFunctionMode):
 def _convert_fake(
     module: torch.nn.Module, fn: Callable[..., torch.Tensor], recurse: bool = True
 ) -> torch.nn.Module:
-    """``Module._apply``, behind ``.to`` and ``.half``, for a fake module.
+    """``Module._apply``, which ``.to`` and ``.half`` call, for a fake module.
 
-    torch's own tries to swap fake tensors, and cannot. As on a real module the parameters stay the same
+    torch's own method tries to swap fake tensors, and cannot. As on a real module the parameters stay the same
     objects, and get the converted data.
     """
     if recurse:

@@ -4,8 +4,8 @@ A fake step has shapes and no data. Most of what a model asks of its data while 
 integers, and many of those are known: the batch's token ids and masks, the results of ``arange`` and ``full``, and
 everything computed from them. So :class:`DataRules`, a dispatch mode over FakeTensorMode, keeps their values
 (``fake_values.py``), and answers ``nonzero``, ``x[mask]``, ``.item()``, ``unique`` and the like with them. Results that
-depend on floats follow the rules that :func:`data_rules` documents (``fake_rules.py``). One that has no rule is a
-``DataDependentError``.
+depend on floats follow the rules that :func:`data_rules` documents (``fake_rules.py``). A result without a rule
+is a ``DataDependentError``.
 
 For each op, in this order: an op that asks for data is answered without running it. Any other op runs on fake tensors,
 and then its values are followed: known inputs give known outputs, by running the real op on the values; an op with a
@@ -76,17 +76,17 @@ def data_rules(routing: Routing = "balanced") -> Iterator[DataRules]:
         experts so gets tokens * k / n rows, up to one: the expected memory with balanced routing.
         Lopsided routing takes more.
     ``worst``
-        With ``routing="worst"`` in the place of ``balanced``: slot j of every row chooses candidate j, so that k of the
+        With ``routing="worst"`` in place of ``balanced``: slot j of every row chooses candidate j, so that k of the
         experts get all tokens, and the others none. Experts are taken to be of one size.
     ``in order``
         ``sort`` and ``argsort`` of values that are not known return the order that is there. Sizes that
-        follow are exact, since a permutation has no other.
+        follow are exact, since a permutation keeps them.
     ``alike ranks``
         All ranks choose alike: of an ``all_to_all_single`` of known values, such as the number of tokens for each
         expert, a rank gets from each what it sends to itself.
     ``even spread``
         ``rand``, ``rand_like``, ``uniform_``, ``bernoulli``, ``randint`` and ``randperm`` give numbers
-        spread evenly over their range, a single one its middle. ``torch.rand([]) < p`` (LayerDrop) is
+        spread evenly over their range, a single number the middle of it. ``torch.rand([]) < p`` (LayerDrop) is
         true for p > 1/2: the likelier outcome, and for small p, where the layer runs, the larger one.
         Masks drawn at random have the expected share.
     ``finite``
@@ -97,11 +97,11 @@ def data_rules(routing: Routing = "balanced") -> Iterator[DataRules]:
         of a single comparison has no rule.
     ``checks pass``
         A condition on such values that guards an error, of an ``assert`` or of an ``if`` that only raises, has
-        the outcome that lets the step go on. This goes before the rule above.
+        the outcome that lets the step go on. It takes precedence over ``all elements``.
     ``unit value``
         ``.item()`` of a float (a loss that is logged, a norm) is 1.0. So is a buffer of one float that the step has
         set, or that is on the meta device; it keeps its sign. Code that asks whether a running statistic still has
-        its initial value, close to 0, is told that it has not.
+        its initial value, close to 0, is told no.
     ``zeros``
         ``.numpy()`` of floats is all zeros. An assignment made from them (``linear_sum_assignment``) has
         the right size, which does not depend on the costs.
@@ -133,7 +133,7 @@ REAL_TENSOR = "convert all Tensors to FakeTensors"
 
 
 class DataRules(KnownValues, Watching):
-    """The mode behind ``data_rules``; the innermost mode but FakeTensorMode.
+    """The mode of ``data_rules``. Of all modes, only FakeTensorMode sees an op after it.
 
     Attributes:
         copier: makes the fake twin of a real tensor that the code holds outside of the model and that is only read.
@@ -150,7 +150,7 @@ class DataRules(KnownValues, Watching):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Whether Dynamo may compile below: only where the step is to run compiled."""
+        """Whether Dynamo may compile under this mode: only where the step is to run compiled."""
         return is_compiling_dry()
 
     @staticmethod
@@ -164,8 +164,8 @@ class DataRules(KnownValues, Watching):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        # An answer takes the place of the op, since FakeTensorMode would refuse it. ``NewArguments`` runs it after all,
-        # and ``NO_ANSWER`` leaves it to FakeTensorMode, whose refusal is explained below.
+        # An answer takes the place of the op, which FakeTensorMode would refuse. With ``NewArguments`` the op runs on
+        # these, and ``NO_ANSWER`` leaves it to FakeTensorMode, whose refusal is explained below.
         if needs_an_answer(func):
             found = answer.get(func, answer_if_known)(self, func, args, kwargs)
             if isinstance(found, NewArguments):
@@ -177,7 +177,7 @@ class DataRules(KnownValues, Watching):
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise self.refusal(func, args, kwargs) from error
         except AssertionError as error:
-            # A real tensor that the model holds outside of its attributes, such as one in a global: it gets a twin.
+            # A real tensor that the model holds outside of its attributes, such as in a global, gets a fake twin.
             if REAL_TENSOR not in str(error) or not self._may_be_adopted(func, args, kwargs):
                 raise
             return func(*tree_map_only(torch.Tensor, self._adopted, args), **kwargs)
@@ -205,8 +205,8 @@ class DataRules(KnownValues, Watching):
     def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Work out the values of an op's new outputs, if its inputs are known or a rule assumes them."""
         traits = op_traits(func)
-        # Schemas of collectives do not say what they write: parts of all ranks, into the first argument. Those that
-        # write in place leave what is there, since all ranks are taken to have the same.
+        # Schemas of collectives do not say that they write parts of all ranks to the first argument. ``allreduce`` and
+        # ``broadcast`` leave what is there, since all ranks are taken to have the same.
         if func.namespace == "c10d" and not func._opname.startswith(("allreduce", "broadcast")):
             self._receive(func, args, kwargs, out)
         if traits.written_names:
@@ -214,11 +214,11 @@ class DataRules(KnownValues, Watching):
             return
         # A tensor on an input's storage is a view, or the input itself, and needs no values of its own.
         inputs = tensors_in((args, kwargs))
-        own = {storage_key(t.untyped_storage()) for t in inputs}
+        taken = {storage_key(t.untyped_storage()) for t in inputs}
         fresh = [
             t
             for t in tensors_in(out)
-            if isinstance(t, FakeTensor) and is_plain(t) and storage_key(t.untyped_storage()) not in own
+            if isinstance(t, FakeTensor) and is_plain(t) and storage_key(t.untyped_storage()) not in taken
         ]
         resting_on = {} if func in IGNORES_VALUES else self.rules_of(inputs)
         of_parameters = PARAMETERS in resting_on and self._decides(resting_on, inputs)
@@ -227,32 +227,32 @@ class DataRules(KnownValues, Watching):
                 self._set(t, None, resting_on)  # until its value is worked out
         fresh = [t for t in fresh if self.follows(t)]
         if not fresh:
-            return  # a view, whose storage is known, or not; or too large to follow
+            return  # views, which go by their storage, or too large to follow
         known = (of_parameters or PARAMETERS not in resting_on) and self._are_known(inputs)
         decide = None if of_parameters else assume.get(func)
         values: Any
         is_exchanged = is_between_ranks(func)
         if decide is not None and (traits.random or func in CONTENTS_UNDEFINED or is_exchanged or not known):
-            # Known inputs go before a rule, but for random ops, which would draw from the user's generator, for
-            # ``empty`` and its relatives, whose contents are arbitrary, and for what other ranks send.
+            # Known inputs take precedence over a rule, except for random ops, which would draw from the user's
+            # generator, for ``empty`` and its relatives, whose contents are arbitrary, and for what other ranks send.
             with no_dispatch():
                 values, rule = decide(self, args, kwargs, out)
             rules = ({rule: None} if rule else {}) | (self.rules_of(inputs) if is_exchanged else {})
         elif not known or traits.random or torch.Tag.nondeterministic_seeded in func.tags or is_exchanged:
-            return  # running these again would draw numbers, or wait for other ranks
+            return  # not known, or to be known only by drawing numbers or waiting for other ranks
         else:
             result = self.run_on_values(func, args, kwargs, inputs)
             values = None if result is NO_ANSWER else tuple(tensors_in(result))
             rules = self.rules_of(inputs)
         outputs = tensors_in(out)
         if values is None or len(values) != len(outputs):
-            return  # a real kernel may give None where the fake one gives a tensor
+            return  # the op failed, or its real kernel gave None where the fake one gives a tensor
         for fake, value in zip(outputs, values, strict=True):
             if value is not UNKNOWN and any(fake is f for f in fresh):
                 self._attach(fake, value, rules)
 
     def _receive(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Let the first argument of a collective hold what other ranks send by a rule; if there is none, forget it."""
+        """Set the values of a collective's first argument by a rule; if there is none, forget them."""
         with no_dispatch():
             values, rule = assume[func](self, args, kwargs, out) if func in assume else (None, "")
         for t in tensors_in(args[:1]):
@@ -267,11 +267,11 @@ class DataRules(KnownValues, Watching):
             )
 
     def _decides(self, rules: dict[str, None], inputs: list[torch.Tensor]) -> bool:
-        """Whether what comes of these is asked for as it is: no activation, and no number of an optimizer's own."""
+        """Whether what comes of these may decide branches: no activation, and no number of an optimizer's own."""
         return BATCH not in rules and self._max_floats > 1 and all(map(self.knows, inputs))
 
     def _follow_write(self, func: Any, traits: OpTraits, args: Any, kwargs: Any) -> None:
-        """Write in place to the known values of what an op wrote to, or forget them."""
+        """Repeat an op's write in place on the values that are known of its targets, or forget these values."""
         written = traits.written(args, kwargs)
         targets = [t for t in tensors_in(written) if isinstance(t, FakeTensor) and is_plain(t)]
         known = [k for t in targets if (k := self._known.get(storage_key(t.untyped_storage()))) is not None]
@@ -287,24 +287,24 @@ class DataRules(KnownValues, Watching):
             return
         inputs = tensors_in((args, kwargs))
         rules = self.rules_of(inputs)
-        own = [k for k in known if PARAMETERS in k.rules]
-        follows = not own or all(map(self.follows, targets))
+        from_parameters = [k for k in known if PARAMETERS in k.rules]
+        follows = not from_parameters or all(map(self.follows, targets))
         random = traits.random or torch.Tag.nondeterministic_seeded in func.tags
         with no_dispatch(), torch.no_grad():
-            # The user's own parameter is not written to, and neither is what may share its memory.
-            for k in own if follows else ():
+            # These may be in the memory of the user's own parameters, which must not be written to.
+            for k in from_parameters if follows else ():
                 k.storage = None if k.storage is None else k.storage.clone()
             value = self.value(targets[0]) if random and func in spread and follows else None
             if value is not None:
                 spread[func](value, *args[1:], **{k: v for k, v in kwargs.items() if k != "generator"})
                 known[0].rules["even spread"] = None
                 return
-        # ``run_on_values`` runs the op on views of the known storages, so it is what writes to them.
+        # ``run_on_values`` runs the op on views of the known storages, so the op writes to them.
         again = follows and not random and not is_between_ranks(func)
         if not again or self.run_on_values(func, args, kwargs, inputs) is NO_ANSWER:
-            of_parameters = own and not random and self._decides(rules, inputs)
+            may_decide = from_parameters and not random and self._decides(rules, inputs)
             for t in targets:
-                if of_parameters:
+                if may_decide:
                     self._set(t, None, rules)
                 else:
                     self._forget(t)
@@ -329,7 +329,7 @@ class _PythonValues(TorchFunctionMode):
         if func in _MAKES_OF_NUMBERS and args and isinstance(args[0], (list, tuple)):
             return func(_as_numbers(args[0]), *args[1:], **kwargs)
         if func in _INDEXES and type(args[1]) is tuple:
-            # Sequences of tensors in ``x[rows, columns]``: PyTorch reads these, and makes an index of them.
+            # Sequences of tensors in ``x[rows, columns]``: PyTorch reads their values, and makes an index of these.
             index = tuple(_as_numbers(i) if isinstance(i, (list, tuple)) else i for i in args[1])
             return func(args[0], index, *args[2:], **kwargs)
         if func in _GIVES_ARRAY and isinstance(args[0], FakeTensor):
@@ -346,7 +346,7 @@ class _PythonValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _array(self, func: Any, tensor: torch.Tensor) -> Any:
-        # Known values, zeros for floats, and a refusal for integers: an array of those is mostly used as sizes.
+        # Known values, zeros for floats, and a refusal for integers: arrays of integers are mostly used as sizes.
         value = self._rules.value(tensor)
         name = f"Tensor.{func.__name__}"
         if value is not None:

@@ -33,10 +33,10 @@ from sacplan.torch_compat.private import ranks_of_group
 aten = torch.ops.aten
 
 MAX_UNDEFINED_FLOATS = 2**14
-"""Only so many floats of an ``empty`` tensor are followed: larger ones are mostly filled with unknown values."""
+"""Most floats of an ``empty`` tensor that is followed: larger ones are mostly filled with unknown values."""
 
 UNKNOWN = object()
-"""In the place of a result whose values stay unknown."""
+"""Stands for a result whose values stay unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ spread: RuleTable[Callable[..., None]] = RuleTable()
 # --- ops that ask for data ---------------------------------------------------------------------------
 
 
-# Ops that depend on data but do not have PyTorch's tags for it, and two whose fake kernels refuse what kernels take.
+# Ops that depend on data without PyTorch's tags for it; fake kernels of the last two refuse what real ones take.
 _UNTAGGED = (
     aten.equal.default,
     aten.allclose.default,
@@ -67,7 +67,7 @@ _UNTAGGED = (
 
 @functools.cache
 def needs_an_answer(func: Any) -> bool:
-    """Whether an op has a result whose size or Python value depends on data, by PyTorch's tags."""
+    """Whether an op has a result whose size or Python value depends on data, by PyTorch's tags, or is listed above."""
     tags = func.tags
     return (
         torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags or func in _UNTAGGED
@@ -93,7 +93,7 @@ def answer_if_known(values: KnownValues, func: Any, args: Any, kwargs: Any) -> A
 @answer(aten._local_scalar_dense.default)
 def _scalar(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
     # A check in user code (``if x.isnan().any(): raise``) passes in a step worth recording. This comes before the
-    # known value, since one that follows from a rule is only assumed: if a check fails on it, the rule was wrong.
+    # known value, since a value by a rule is only assumed: if a check fails on it, the rule was wrong.
     if args[0].dtype == torch.bool and (
         values.value(args[0]) is None or values.rules_of(args[:1]).keys() & DESCRIPTIONS.keys()
     ):
@@ -102,7 +102,7 @@ def _scalar(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
             values.apply_rules(("checks pass",), func)
             return passes
     known = answer_if_known(values, func, args, kwargs)
-    # An unknown float is mostly one that is logged. An unknown integer or truth value would decide a size or a branch,
+    # An unknown float is mostly logged. An unknown integer or truth value would decide a size or a branch,
     # so there is no rule for it.
     if known is NO_ANSWER and args[0].dtype.is_floating_point and PARAMETERS not in values.rules_of(args[:1]):
         values.apply_rules(("unit value",), func)
@@ -156,7 +156,7 @@ def _masked_select(values: KnownValues, func: Any, args: Any, kwargs: Any) -> An
     tensor, mask = args
     shape = torch.broadcast_shapes(tensor.shape, mask.shape)
     value = values.value(mask)
-    if value is None:  # every element: an upper bound
+    if value is None:
         values.apply_rules(("all elements",), func)
         return tensor.new_empty(math.prod(shape))
     values.apply_rules(values.rules_of([mask]), func)
@@ -168,8 +168,8 @@ def _masked_select(values: KnownValues, func: Any, args: Any, kwargs: Any) -> An
 @answer(aten._ctc_loss.Tensor, aten._ctc_loss.default)
 def _ctc_loss(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
     """Return loss [N] and alpha [N, T, 2 * longest target + 1]; T and N from log_probs [T, N, C]."""
-    # Alpha depends on the longest target. With padded targets [N, S] that is at most S; of targets in one row nothing
-    # says where they end.
+    # Alpha depends on the longest target. With padded targets [N, S] it has at most S elements; for targets in one row
+    # only the lengths tell.
     log_probs, targets, _, lengths = args[:4]
     if isinstance(lengths, torch.Tensor):
         value = values.value(lengths)
@@ -199,9 +199,9 @@ def _histc(values: KnownValues, func: Any, args: Any, kwargs: Any) -> Any:
     """Count integers, as routers do with the experts chosen: CUDA takes them, kernels of a CPU refuse them."""
     if args[0].dtype.is_floating_point or active_cuda() is None:
         return NO_ANSWER
-    counts, bins = values.value(args[0]), _argument(args, kwargs, 1, "bins", 100)
+    chosen, bins = values.value(args[0]), _argument(args, kwargs, 1, "bins", 100)
     with no_dispatch():
-        counts = None if counts is None else func(counts.double(), *args[1:], **kwargs).to(args[0].dtype)
+        counts = None if chosen is None else func(chosen.double(), *args[1:], **kwargs).to(args[0].dtype)
     return values.as_fake_like(torch.Size([bins]), (1,), args[0].dtype, counts, values.rules_of(args[:1]))
 
 
@@ -317,8 +317,8 @@ def _decide_sort(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple
     )
 )
 def _decide_exchanged(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
-    """Let each rank send to this one what this one sends to itself: counts of tokens, before the tokens."""
-    # An op in place is first told where to write.
+    """Let each rank send to this one what this one sends to itself, such as counts of the tokens that follow."""
+    # The first argument of the op in place is where it writes.
     in_place = isinstance(args[1], torch.Tensor)
     sent, group, sizes = (args[1], args[2], args[4]) if in_place else (args[0], args[3], args[2])
     sent, ranks = values.value(sent), ranks_of_group(group)
@@ -355,7 +355,7 @@ def _decide_randperm(values: KnownValues, args: Any, kwargs: Any, out: Any) -> t
 @assume(aten.bernoulli.default, aten.bernoulli.p)
 def _decide_bernoulli(values: KnownValues, args: Any, kwargs: Any, out: Any) -> tuple[Any, str]:
     p = values.value(args[0]) if len(args) < 2 else args[1]
-    if p is None:  # probabilities that are not known: neither is what is drawn
+    if p is None:  # what is drawn with unknown probabilities is not known either
         return None, ""
     return ((even_spread(tuple(out.shape)) < p).to(out.dtype),), "even spread"
 
@@ -376,8 +376,8 @@ def _decide_filled(
     if not values.follows(out):  # no memory is taken for what would be forgotten
         return None, ""
     value = _argument(args, kwargs, position, "fill_value", None) if fill is None else fill
-    if fill == 0 and out.numel():  # no bytes cannot be seen as another type
-        # The system gives this memory where it is touched: most is written before, with what is not known.
+    if fill == 0 and out.numel():  # an empty array cannot be viewed as another type
+        # The system provides these zeros once they are touched; most are forgotten before, by an unknown write.
         memory = torch.from_numpy(np.zeros(out.numel() * out.element_size(), np.uint8))
         return (memory.view(out.dtype).view(out.shape),), ""
     return (torch.full(out.shape, value, dtype=out.dtype),), ""
@@ -390,7 +390,7 @@ def _decide_comparison(
     # Any other comparison depends on the values, and has no rule.
     left, right = args[0], args[1]
     is_infinite = isinstance(right, float) and math.isinf(right)
-    # Models look for padding so, which is zeros.
+    # Models find padding this way, since it is zeros.
     is_zero = isinstance(right, (int, float)) and right == 0
     if not left.dtype.is_floating_point or not (right is left or is_infinite or is_zero):
         return None, ""

@@ -1,11 +1,11 @@
-"""Values that are known in a fake step, kept beside the fake tensors, and the rules applied so far.
+"""Values of fake tensors that are known in a fake step, and the rules applied so far.
 
 Values are kept by storage, so that views and in-place writes need no bookkeeping. Real ops run on known values only.
 None of them draws random numbers, and none touches the user's tensors. No weight is copied: a tensor of integers or
 booleans is followed up to 256 MiB, one of floats up to a million elements.
 
-What comes from parameters, buffers and constants alone decides branches, and never by a rule: a value that is not known
-is an error. What comes from parameters and the batch is an activation, and follows the rules.
+What comes from parameters, buffers and constants alone may decide branches, but never by a rule: if it is not known,
+that is an error. What comes from parameters and the batch is an activation, and follows the rules.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BATCH = "batch"
 """Among the rules that a value rests on: it comes from the batch."""
 
 PARAMETERS = "parameters"
-"""Among the rules that a value rests on: it comes from parameters. It may be the user's own, or not be known."""
+"""Among the rules that a value rests on: it comes from parameters. It may be in their memory, or not be known."""
 
 MAX_INTEGER_BYTES = 2**28
 MAX_FLOATS = 2**20
@@ -64,7 +64,7 @@ class AppliedRule:
     Attributes:
         rule: its name, see ``data_rules``.
         op: the op whose result it decided.
-        where: module, line and function of the code that called it.
+        where: module, line and function of the code that called the op.
     """
 
     rule: str
@@ -130,12 +130,12 @@ class KnownValues:
             self._max_floats = before
 
     def learn(self, fake: torch.Tensor, real: torch.Tensor, rests_on: Iterable[str] = ()) -> None:
-        """Remember that the storage of ``fake`` holds what that of ``real`` does, if it is worth it."""
+        """Remember that the storage of ``fake`` holds what that of ``real`` does, if that is small."""
         if not is_plain(fake):
             return
         storage = real.untyped_storage()
         most = MAX_FLOATS * real.element_size() if is_float(real) else MAX_INTEGER_BYTES
-        # Without values, or not worth their memory.
+        # Fake and meta tensors have no values, and those of large ones are not worth their memory.
         unknown = isinstance(real, FakeTensor) or real.device.type == "meta" or storage.nbytes() > most
         with no_dispatch():
             if isinstance(real, torch.nn.Parameter):  # no weight is copied
@@ -166,7 +166,7 @@ class KnownValues:
         return bool(self._known)
 
     def knows(self, fake: torch.Tensor) -> bool:
-        """Whether the values of the storage of a fake tensor are known, or are those of parameters."""
+        """Whether the values of a fake tensor's storage are known, or come from parameters."""
         return isinstance(fake, FakeTensor) and storage_key(fake.untyped_storage()) in self._known
 
     def is_of_parameters(self, fake: torch.Tensor) -> bool:
@@ -181,7 +181,7 @@ class KnownValues:
         value: torch.Tensor | None,
         rules: dict[str, None],
     ) -> torch.Tensor:
-        """Return a new fake tensor that holds ``value``; None for one whose value is not known."""
+        """Return a new fake tensor that holds ``value``; if this is None, the tensor's value is not known."""
         with self.paused():
             fake = torch.empty_strided(size, stride, dtype=dtype)
         if value is not None:
@@ -189,7 +189,7 @@ class KnownValues:
         return fake
 
     def assume_statistics(self, model: torch.nn.Module) -> None:
-        """Call ``assume_statistic`` for each buffer of a model; an optimizer's steps are not followed in parameters."""
+        """Call ``assume_statistic`` for each buffer of a model, and undo what steps wrote to values of parameters."""
         parameters, self._parameters = self._parameters, []
         for fake, real in ((ref(), real) for ref, real in parameters):
             if fake is not None:
@@ -202,7 +202,7 @@ class KnownValues:
 
         Args:
             buffer: what a module gets as its buffer.
-            before: what it had, whose sign it keeps.
+            before: the module's buffer so far, whose sign is kept.
         """
         if not isinstance(buffer, FakeTensor) or not is_float(buffer) or buffer.numel() != 1:
             return
@@ -247,7 +247,7 @@ class KnownValues:
                 value = value.clone()  # its storage has no memory
             nbytes = fake.untyped_storage().nbytes()
             own = value.untyped_storage()
-            # The storage is taken over as it is if a view like ``fake`` on it is ``value``; else the values are copied
+            # The storage is taken over unchanged if a view like ``fake`` on it is ``value``; else the values are copied
             # into one that has the layout of ``fake``.
             if (
                 value.dtype != fake.dtype

@@ -1,8 +1,8 @@
 """Memory of a factory that is filled in slices: ``out = empty_like(x); out[..., 0::2] = a; out[..., 1::2] = b``.
 
-A kernel that no dispatch mode sees may fill what a factory returns, so by itself that op must not run again. But
-where copies have written every element before anything reads one, nothing else is left in it, and all of them may run
-again together (``in_place_versions.py``).
+A kernel that no dispatch mode sees may fill what a factory returns, so the factory alone must not run again. But where
+copies have written every element before anything reads one, nothing of such a kernel is left, and factory and copies
+may run again together (``in_place_versions.py``).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from sacplan.core.program import Program, Tensor
 from sacplan.torch_compat.ops import EMPTY
 
 _COPY = "aten.copy_.default"
-"""The op that counts. A constant is no filling: a kernel may add to zeros unseen."""
+"""The op that counts as filling. One with a constant does not: a kernel may add to zeros unseen."""
 
 
 def only_filled(program: Program) -> Program:
-    """Return the program in which empty memory may be made again only where ops fill it."""
+    """Return the program in which factories of empty memory may run again only where copies fill it."""
     ops = tuple(
         msgspec.structs.replace(op, recomputable=False)
         if op.recomputable and op.name in EMPTY and not _is_filled(program, program.tensors[op.outputs[0]])
@@ -47,13 +47,15 @@ def _is_filled(program: Program, whole: Tensor) -> bool:
 
 
 def _box(part: Tensor, whole: Tensor) -> tuple[range, ...] | None:
-    """Return the indices that a slice has in each dimension of a contiguous tensor; None if it is no such slice."""
+    """Return the indices that ``part`` has in each dimension of a contiguous ``whole``; None if it is no slice."""
     if whole.offset or whole.stride != tuple(prod(whole.shape[d + 1 :]) for d in range(len(whole.shape))):
         return None
-    found, left = [], part.offset
+    found, offset = [], part.offset
+    # The first element, as an index in each dimension.
     for stride in whole.stride:
-        start, left = divmod(left, stride)
+        start, offset = divmod(offset, stride)
         found.append(range(start, start + 1))
+    # Each dimension of the slice steps along one dimension of the whole.
     for own, stride in zip(part.shape, part.stride, strict=True):
         if own == 1:
             continue
@@ -68,7 +70,7 @@ def _box(part: Tensor, whole: Tensor) -> tuple[range, ...] | None:
 
 
 def _cover(boxes: list[tuple[range, ...]], shape: tuple[int, ...]) -> bool:
-    """Whether boxes that differ in one dimension have all indices."""
+    """Whether boxes that are full in all dimensions but one have all indices of that one."""
     for d in range(len(shape)):
         alike = [box for box in boxes if all(len(box[e]) == shape[e] for e in range(len(shape)) if e != d)]
         if len({index for box in alike for index in box[d]}) == shape[d]:

@@ -1,8 +1,8 @@
 """Optimizers that step in the backward pass: the hooks of parameters, for a copy of the model.
 
-Such a loop registers a hook on each parameter (``register_post_accumulate_grad_hook``), which steps an optimizer over
-that parameter and drops its gradient, as soon as the gradient is there. torchtune's recipes and PyTorch's tutorial do
-that, and ``torch.distributed.optim._apply_optimizer_in_backward``.
+A loop registers a hook on each parameter (``register_post_accumulate_grad_hook``), which steps an optimizer over that
+parameter and drops its gradient, as soon as the gradient is there. torchtune's recipes, PyTorch's tutorial and
+``torch.distributed.optim._apply_optimizer_in_backward`` do that.
 
 A fake step runs a copy of the model. A hook is a function that refers to optimizers over the model's own parameters: in
 its closure, its arguments or global variables. So the copy gets twins of the hooks (``twin_functions.py``).
@@ -31,21 +31,21 @@ from sacplan.torch_compat.gradient_hooks import (
 def optimizers_in_backward(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     """Return the optimizers that the hooks of a model's parameters refer to, each once."""
     found: dict[int, torch.optim.Optimizer] = {}
-    seen: dict[int, Any] = {}  # hooks of many parameters share what they refer to
+    seen: dict[int, Any] = {}  # hooks of many parameters share objects, which are searched once
     for p in model.parameters():
         found.update((id(optimizer), optimizer) for optimizer in applied_in_backward(p))
         for hook in gradient_hooks(p):
-            found.update((id(v), v) for v in _behind(hook, seen) if isinstance(v, torch.optim.Optimizer))
+            found.update((id(v), v) for v in _reached(hook, seen) if isinstance(v, torch.optim.Optimizer))
     return list(found.values())
 
 
 def has_gradient_hooks(model: torch.nn.Module) -> bool:
-    """Whether hooks run when the gradient of some parameter is there."""
+    """Whether some parameter has a hook that runs when its gradient is there."""
     return any(gradient_hooks(p) or applied_in_backward(p) for p in model.parameters())
 
 
 def copy_gradient_hooks(model: torch.nn.Module, functions: TwinFunctions) -> list[RemovableHandle]:
-    """Register the hooks of a model's parameters on their twins, and return what removes them."""
+    """Register the hooks of a model's parameters on their twins, and return the handles."""
     handles: list[RemovableHandle] = []
     for p in model.parameters():
         twin = functions.of(p)
@@ -57,7 +57,7 @@ def copy_gradient_hooks(model: torch.nn.Module, functions: TwinFunctions) -> lis
     return handles
 
 
-def _behind(hook: Hook, seen: dict[int, Any]) -> Iterator[Any]:
+def _reached(hook: Hook, seen: dict[int, Any]) -> Iterator[Any]:
     """Yield what can be reached from a hook through closures, arguments and global variables, and is not ``seen``."""
     pending: list[Any] = [hook]
     while pending:

@@ -7,10 +7,10 @@ is written down here:
   does (``capturable``).
 - **paged optimizers of bitsandbytes** keep the state of parameters with at least 100,000 elements in CUDA's managed
   memory (``get_paged`` in ``bitsandbytes/functional.py``, ``get_state_buffer`` in ``optim/optimizer.py``). The driver
-  moves its pages between host and device as they are needed. PyTorch's allocator knows nothing of it, and where memory
-  is short the pages are on the host: that is where they count here.
+  moves its pages between host and device as they are needed. PyTorch's allocator knows nothing of these, and where
+  memory is short they are on the host: that is where they count here.
 - **CPUOffloadOptimizer of torchao** keeps a copy of each parameter with at least 4,096 elements, its gradient and its
-  state on pinned memory of the host (``torchao/optim/cpu_offload.py``). Its constructor asks for a CUDA device, so a
+  state in pinned memory of the host (``torchao/optim/cpu_offload.py``). Its constructor asks for a CUDA device, so a
   class with the same sizes takes its place.
 - **low-bit optimizers of torchao** run a compiled update. Compiled kernels are fused: they read gradient and state,
   and write state and parameter, without a temporary. Traced op by op the update would hold several float32 copies of
@@ -32,7 +32,7 @@ from sacplan.torch_compat.distributed_modules import offloaded_parameters, parts
 from sacplan.torch_compat.local_tensors import local_part
 
 PAGED_FROM = 100_000
-"""Elements of a parameter from which on bitsandbytes pages its state."""
+"""Least elements of a parameter whose state bitsandbytes pages."""
 
 _LIBRARY = torch.library.Library("sacplan", "FRAGMENT")
 _LIBRARY.define("fused_update_(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] states) -> ()")
@@ -49,13 +49,13 @@ def _update(parameters: Any, gradients: Any, states: Any) -> None:
 def _copied(parameters: Any, read_bytes: Any) -> None:
     """Compute nothing: the host has updated its copies, and they are written over the parameters.
 
-    ``read_bytes`` is what the update of each reads on the host; its time depends on it (``device/host_step.py``).
+    ``read_bytes`` is what the update of each parameter reads on the host, for its time (``device/host_step.py``).
     """
 
 
 @torch.library.impl(_LIBRARY, "gradient_to_host", "Meta")
 def _left(gradient: Any) -> None:
-    """Allocate nothing: the memory on the host is there."""
+    """Allocate nothing: the memory on the host was allocated before."""
 
 
 # --- what is on the host
@@ -95,31 +95,31 @@ def stepped_on_host(optimizer: torch.optim.Optimizer | None) -> frozenset[int]:
 def shards_host_bytes(model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> int:
     """Return the bytes of the host's memory that shards take with a ``CPUOffloadPolicy``, between two steps.
 
-    Shards and gradients are in pinned memory, which comes in powers of two, if the policy says so; state is not.
+    If the policy says so, shards and gradients are in pinned memory, which comes in powers of two; state never is.
     """
-    found, offloaded = 0, set()
+    total, offloaded = 0, set()
     for p in offloaded_parameters(model):
         offloaded.add(p.sharded_param)
         for t in parts_on_host(p):
             n_bytes = local_part(t).nbytes
-            found += 1 << (n_bytes - 1).bit_length() if p.pin_memory and n_bytes else n_bytes
+            total += 1 << (n_bytes - 1).bit_length() if p.pin_memory and n_bytes else n_bytes
     of_shards = (state for each in optimizers for p, state in states(each) if p in offloaded)
     parts = (part for state in of_shards for value in state.values() for part in plain_parts(value))
-    return found + sum(part.nbytes for part in parts)
+    return total + sum(part.nbytes for part in parts)
 
 
 def states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
-    """Iterate over parameters that have state, with it."""
+    """Yield each parameter that has state, with the state."""
     for p, state in optimizer.state.items():
         if isinstance(state, dict):
             yield p, state
 
 
-# --- in the place of others
+# --- stand-ins for other optimizers
 
 
 def stand_in_factory(factory: Any) -> Any:
-    """Return what makes an optimizer on fake parameters, in the place of what cannot make one there."""
+    """Return a factory that works on fake parameters: the given one, or one of ``CPUOffloadSizes``."""
     inner = factory.func if isinstance(factory, functools.partial) else factory
     torchao = sys.modules.get("torchao.optim")
     if torchao is None or inner is not torchao.CPUOffloadOptimizer:
@@ -130,9 +130,9 @@ def stand_in_factory(factory: Any) -> Any:
 
 
 def for_fake_steps(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer over fake parameters whose step can run on them."""
+    """Change an optimizer over fake parameters so that its step can run on them, and return it."""
     if getattr(optimizer, "is_paged", False):
-        # It would warn that there are no pages on a CPU, which the step is not for.
+        # It would warn that there are no pages on a CPU, where fake tensors are whatever the step is for.
         vars(optimizer)["_cpu_paged_warned"] = True
     kind: Any = type(optimizer)
     if kind.__module__.startswith("torchao.optim") and hasattr(kind, "_subclass_zeros"):
@@ -142,7 +142,7 @@ def for_fake_steps(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 @functools.cache
 def _with_compiled_step(kind: Any) -> type[torch.optim.Optimizer]:
-    """Return a subclass of a low-bit optimizer of torchao that makes its state, and updates in one op."""
+    """Return a subclass of a low-bit optimizer of torchao whose step makes missing state, and updates in one op."""
 
     @torch.no_grad()
     def step(self: Any, closure: Callable[[], Any] | None = None) -> None:
@@ -166,7 +166,7 @@ def _with_compiled_step(kind: Any) -> type[torch.optim.Optimizer]:
 
 
 def plain_parts(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold a state: itself, or those inside of a tensor of torchao."""
+    """Yield the plain tensors of a value: the tensor itself, or those inside of a tensor of torchao."""
     flatten = getattr(value, "__tensor_flatten__", None)
     if flatten is not None:
         for name in flatten()[0]:
@@ -179,7 +179,7 @@ class CPUOffloadSizes(torch.optim.Optimizer):
     """The memory of ``torchao.optim.CPUOffloadOptimizer``, for fake steps; it computes nothing.
 
     On the device it keeps no state but that of small parameters, and with ``offload_gradients`` no gradient of others
-    once the backward pass has added to it.
+    once the backward pass has accumulated it.
 
     Attributes:
         host_bytes: of parameters, gradients and state on the host.
@@ -201,7 +201,7 @@ class CPUOffloadSizes(torch.optim.Optimizer):
         trained = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         small = [p for p in trained if p.numel() < minimal_size]
         self._offloaded = [p for p in trained if p.numel() >= minimal_size]
-        # What an optimizer keeps follows from the parameter's layout and type, and many are alike.
+        # What an optimizer keeps follows from the parameter's layout and type, so it is measured once for each.
         alike = {(p.shape, p.stride(), p.dtype): p for p in self._offloaded}
         make = functools.partial(optimizer_class, **kwargs)
         n_bytes = {like: _bytes_on_host(make, p) for like, p in alike.items()}
@@ -213,7 +213,7 @@ class CPUOffloadSizes(torch.optim.Optimizer):
             self.state = self._small.state
         self.without_gradients = self._offloaded if offload_gradients else []
         self._stream = torch.cpu.Stream()
-        # Not a method of its own: that of a parameter's hook would hold the parameter.
+        # No method: as a hook of a parameter it would hold the optimizer, and so the parameter itself.
         hook = functools.partial(_copy_gradient, self._stream, offload_gradients)
         for p in self._offloaded:
             p.register_post_accumulate_grad_hook(hook)
@@ -239,7 +239,7 @@ def _bytes_on_host(make: Callable[..., torch.optim.Optimizer], p: torch.Tensor) 
     copy = torch.empty_like(p, requires_grad=True)
     copy.grad = torch.empty_like(copy)
     # A step of the real class on a copy: what it keeps then is what the host keeps.
-    one = make([copy])
-    one.step()
-    state = [t for _, found in states(one) for v in found.values() for t in plain_parts(v)]
+    optimizer = make([copy])
+    optimizer.step()
+    state = [t for _, kept in states(optimizer) for v in kept.values() for t in plain_parts(v)]
     return sum(t.nbytes for t in (copy, copy.grad, *state))

@@ -1,4 +1,4 @@
-"""Put back the in-place writes that PyTorch leaves out under a dispatch mode: a recording is of the plain step.
+"""Put back the in-place writes that PyTorch leaves out under a dispatch mode, so that recordings are of plain steps.
 
 Under any Python dispatch mode torch takes every tensor for a tensor subclass (``isTensorSubclassLike`` in
 ``ATen/TensorSubclassLikeUtils.h``), and its C++ code then avoids writing in place. Seen from a mode there is one more
@@ -22,13 +22,13 @@ to the same one. And no Python code called it.
 Found by comparing the ops of plain steps (``torch.profiler``) with those under an empty mode, torch 2.13, and by
 reading ``input_buffer.cpp``, ``accumulate_grad.h`` and ``FunctionsManual.cpp`` in ``torch/csrc/autograd``.
 
-Other formulas take another way altogether under a mode (``prod``, ``cumprod``, the full reduction ``max()``, and more).
-For a CPU the peak of the plain formula is measured (``device/workspace.py``), and :func:`plain_formulas` puts it in
-the place of the temporaries that were recorded. For a GPU these stay as recorded.
+Other formulas run altogether different ops under a mode (``prod``, ``cumprod``, the full reduction ``max()``, and
+more). For a CPU the peak of the plain formula is measured (``device/workspace.py``), and :func:`plain_formulas` puts it
+in place of the temporaries that were recorded. For a GPU the temporaries stay as recorded.
 
 Not covered: in the forward pass, the mask that math attention adds and the bias that a linear layer adds for an
-input that is not contiguous. Those stay out of place here, one temporary too many for a moment, since in a unit with a
-plan they are: the executor's own mode is on there. The backward pass of a planned step runs under no mode.
+input that is not contiguous. Both stay out of place here, one temporary too many for a moment, since in a unit with a
+plan they run out of place: the executor's own mode is on there. The backward pass of a planned step runs under no mode.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ _FILLS = {
     torch.ops.aten.index_fill.int_Scalar: "aten.index_fill_.int_Scalar",
 }
 CANDIDATES = frozenset((_ADD, *_FILLS))
-# The one formula that asks for modes before a masked fill; ``xlogy`` and others fill out of place in every step.
+# The only formula whose masked fill depends on modes; ``xlogy`` and others fill out of place in every step.
 _MASKED_FILLS_OF = "aten.atan2"
 OUT_OF_PLACE = {"aten.add_.Tensor": "aten.add.Tensor"} | {
     name: f"aten.{func.overloadpacket.__name__}.{func._overloadname}" for func, name in _FILLS.items()
 }
-"""By name in the plain step, the op that was recorded."""
+"""Name of an op in the plain step to the name of the op that was recorded for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,9 @@ class InPlaceWrites:
         self._deferred = None
 
     def defers(self, func: Any) -> None:
-        """Note an op on a DTensor. Its op on local tensors follows, and runs as recorded in the plain step, too.
+        """Note an op on a DTensor. The op on local tensors that follows stays out of place in the plain step, too.
 
-        There the DTensor is the subclass that keeps PyTorch from writing in place.
+        In the plain step the DTensor is the subclass that keeps PyTorch from writing in place.
         """
         self._deferred = func
 
@@ -129,7 +129,7 @@ class InPlaceWrites:
         elif call.func in CANDIDATES and len(op.writes) == 1 and op.reads and called_by_autograd():
             write = self._candidate(call, index, op)
         if write is None or call.func is not _ADD:
-            self._sums.clear()  # they were the formula's: a node's own op follows
+            self._sums.clear()  # they were the formula's
             if write is not None:
                 self._writes.append(write)
         else:
@@ -140,9 +140,9 @@ class InPlaceWrites:
         self._sums.clear()
 
     def _candidate(self, call: Call, index: int, op: Op) -> _Write | None:
-        """Return the write that the plain step does in place of an op, as far as its arguments tell."""
-        # Every exit leaves the op as it was recorded, which may be one temporary too many; a wrong candidate would be a
-        # peak that is too low. Whether anybody else holds the old storage, ``settle`` finds out from the events.
+        """Return the write in place that an op may be in the plain step, by its arguments; None for none."""
+        # None leaves the op as recorded, which may be one temporary too many; a wrong candidate would be a peak that is
+        # too low. Whether anybody else holds the old storage, ``settle`` finds out from the events.
         func, args, out = call.func, call.args, call.returned
         first, old, new = args[0], op.reads[0], op.writes[0]
         # In place, the result has the layout of the first argument. The engine asks for a dense one (``accumulate`` in
@@ -170,20 +170,20 @@ class InPlaceWrites:
         kinds: list[StorageKind | None],
         backward_born: Sequence[bool],
     ) -> tuple[list[Op], list[tuple[int, int]], list[int]]:
-        """Return ops and events of the plain step, and by storage the one that it is there.
+        """Return ops and events of the plain step, and for each storage the one that it is in the plain step.
 
-        A candidate is written in place if its old storage is freed right after it: nobody else held that. ``kinds`` is
-        changed: where the new storage is known to be a gradient, for example, the old one now is that gradient.
+        A candidate is written in place if its old storage is freed right after the op: nobody else held it. ``kinds``
+        is changed: where the new storage is known to be a gradient, for example, the old one now is that gradient.
         """
         self._commit()
         same = list(range(len(kinds)))
         # Sums of gradients and zeros that a formula fills: both are made in the backward pass.
         candidates = {w.op: w for w in self._writes if backward_born[w.old] and _is_plain(w, ops)}
-        # ``awaited`` is the candidate whose op ran last. It is done if its old storage is freed before any other op.
         if not candidates:
             return list(ops), list(events), same
         gone: set[int] = set()
         done: dict[int, _Write] = {}
+        # ``awaited`` is the candidate whose op ran last. It is done if its old storage is freed before any other op.
         awaited: _Write | None = None
         for code, arg in events:
             if code == Event.OP:
@@ -210,7 +210,7 @@ class InPlaceWrites:
 
 
 def _is_plain(write: _Write, ops: Sequence[Op]) -> bool:
-    """Whether the formula writes in place in the plain step, by the op whose gradient it computes."""
+    """Whether the plain step writes in place: of masked fills only those of some formulas, told by the forward op."""
     forward = ops[write.op].forward_of
     if write.name != _FILLS[torch.ops.aten.masked_fill.Scalar]:
         return True
@@ -237,7 +237,7 @@ def plain_formulas(
     formulas: Mapping[int, tuple[int, int]],
     tensors: Sequence[Tensor],
 ) -> tuple[list[Op], list[tuple[int, int]]]:
-    """Correct the memory of backward formulas that run otherwise in the plain step.
+    """Correct the memory of backward formulas that run other ops in the plain step.
 
     The temporaries of such a formula become one workspace of known size. Its ops stay, without the storages that are
     freed before the formula returns, and the last one has the workspace.
@@ -250,7 +250,7 @@ def plain_formulas(
     """
     if not formulas:
         return list(ops), list(events)
-    # Ops of one formula follow each other. The engine's sum of gradients follows them under the same node.
+    # Ops of one formula follow each other. The engine's sum of gradients follows under the same node, and is left out.
     of_formula = (op.forward_of if op.phase is Phase.BACKWARD else -1 for op in ops)
     runs = []
     for forward, group in groupby(enumerate(of_formula), key=itemgetter(1)):
@@ -258,21 +258,21 @@ def plain_formulas(
         while run and ops[run[-1]].name in _ENGINES_SUMS:
             run.pop()
         runs.append(run)
-    made: dict[int, int] = {}  # storage to the last op of the formula that made it
+    end_of: dict[int, int] = {}  # storage to the last op of its formula's run
     last_of: dict[int, int] = {}
     for run in runs:
         for i in run:
             last_of[i] = run[-1]
-            made.update(dict.fromkeys(ops[i].writes, run[-1]))
-    # A storage that is freed while its formula runs is a temporary. Those that outlive it are its results, or gradients
-    # that are added up later.
+            end_of.update(dict.fromkeys(ops[i].writes, run[-1]))
+    # A storage that is freed while its formula runs is a temporary. Those that outlive the formula are its results, or
+    # gradients that are added up later.
     temporaries: set[int] = set()
     latest = -1
     kept: list[tuple[int, int]] = []
     for code, arg in events:
         if code == Event.OP:
             latest = arg
-        elif code == Event.FREE and arg in made and last_of.get(latest) == made[arg]:
+        elif code == Event.FREE and arg in end_of and last_of.get(latest) == end_of[arg]:
             temporaries.add(arg)
             continue
         kept.append((code, arg))
@@ -291,7 +291,7 @@ def plain_formulas(
 def _is_upstream_expanded(forward: Op, formula: Sequence[Op], tensors: Sequence[Tensor]) -> bool:
     """Whether the gradient that comes into a formula is expanded (has a stride of 0).
 
-    It is told by having the shape of an output of the forward op, and by being made by no op of the formula.
+    This gradient has the shape of an output of the forward op, and no op of the formula made it.
     """
     shapes = {tensors[t].shape for t in forward.outputs if t >= 0}
     made = {s for op in formula for s in op.writes}

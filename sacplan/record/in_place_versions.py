@@ -1,4 +1,4 @@
-"""Turn in-place writes of the forward pass into ops that make a new storage in the place of an old one.
+"""Turn in-place writes of the forward pass into ops that make a new storage in place of an old one.
 
 ``relu_(x)`` overwrites ``x``. To run it again, the old ``x`` is needed, which is gone; but if the old ``x`` can be made
 again, the result can, too. So the program tells the two apart. The storage is split into versions: the op reads the old
@@ -9,7 +9,7 @@ A write makes a new version if
 
 - the op may run again as far as its own traits go, and writes to one storage only;
 - an op of the forward pass that may run again made the old version;
-- autograd does not hold the old version, which would stay alive beside the new one, and be counted twice.
+- autograd does not hold the old version, which would stay alive next to the new one, and be counted twice.
 
 Otherwise the op stays one that mutates, and may not run again.
 """
@@ -32,17 +32,17 @@ def in_place_versions(program: Program) -> Patch:
 
 
 class _Splitter:
-    """One pass over the events. Handles and tensors that come after a write are moved to the version of that time."""
+    """One pass over the events. Handles and tensors after a write refer to the version at their time."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.now: dict[int, int] = {}  # storage to the version that it has now, if it was split
         self.draft = PatchBuilder(program)
         self.makers: dict[int, int] = {}  # storage, or version, to the op that made it
-        self.tensors: dict[tuple[int, int], int] = {}  # (tensor, version) to the tensor that it is there
+        self.tensors: dict[tuple[int, int], int] = {}  # (tensor, version) to the tensor on that version
 
     def patch(self) -> Patch:
-        """Go through the events. They stay in place, and refer to versions; a new version frees the old one."""
+        """Return the patch. Events keep their positions, and refer to versions; a new version frees the old one."""
         program, now, draft = self.program, self.now, self.draft
         held: Counter[int] = Counter()  # by storage, how often autograd holds it or a version of it
         for position, (code, arg) in enumerate(program.events):
@@ -64,7 +64,7 @@ class _Splitter:
         return draft.patch()
 
     def _op(self, index: int, held: Counter[int]) -> int | None:
-        """Put an op in terms of versions; return the version that it overwrites if it makes a new one."""
+        """Let an op refer to versions; return the version that it overwrites, or None if it makes no new one."""
         op, now, draft = self.program.ops[index], self.now, self.draft
         renamed = self._renamed(op) if now else op
         target = op.mutates[0] if len(op.mutates) == 1 else -1
@@ -85,7 +85,7 @@ class _Splitter:
                     renamed, writes=(new,), mutates=(), replaces=old, outputs=outputs
                 )
                 return old
-            # The value before the write cannot be had again.
+            # The value before the write cannot be made again.
             renamed = msgspec.structs.replace(renamed, recomputable=False)
         # An op of a later phase makes no old version: what it writes is never made again.
         if op.phase is Phase.FORWARD:

@@ -6,10 +6,10 @@ all steps, so the one that is recorded should be the largest. It is looked for i
 
 1. The optimizer steps until what it keeps no longer grows.
 2. Numbers in its dictionaries (state, groups, attributes) that go up by one are its counts of steps.
-3. They are set to a count that the usual periods divide, and a few steps are tried around it: what is periodic falls
-   together there.
+3. They are set to a count that the usual periods divide, and a few steps are tried around it: periodic work coincides
+   there.
 
-Then the counts are those before the largest of these steps. What is missed: work at a single count or at random,
+In the end the counts are those before the largest of these steps. What is missed: work at a single count or at random,
 periods that do not divide ``FAR``, counts in other places, and the very first step.
 """
 
@@ -44,7 +44,7 @@ def update(optimizer: torch.optim.Optimizer) -> None:
     """Step an optimizer.
 
     Raises:
-        TraceError: It needs a closure. Most of those that do, as SAM, only say so when they are called without.
+        TraceError: the step needs a closure. Most of these optimizers, as SAM, fail only when called without one.
     """
     try:
         optimizer.step()
@@ -66,14 +66,15 @@ def before_largest_step(optimizer: torch.optim.Optimizer, value_of: ValueOf) -> 
     if type(optimizer).__module__.startswith(_ALIKE) and not isinstance(optimizer, torch.optim.RAdam):
         return
     for _ in range(_MOST_GROWTH):
-        found = list(_numbers(optimizer, value_of))
+        numbers = list(_numbers(optimizer, value_of))
         peak, grown = _step(optimizer)
         if grown <= 0:
             break
     else:
         _warn(optimizer, f"still keeps more after each of {_MOST_GROWTH} steps: later ones take more")
-    counts = [at for at in found if _number(dict.get(at.holder, at.key), value_of) == at.number + 1]
-    # By the peak of a step, the count before it; None for the one that it had.
+    # What the last step raised by one counts steps.
+    counts = [at for at in numbers if _number(dict.get(at.holder, at.key), value_of) == at.number + 1]
+    # Peak of a step to the count before it; None: the counts that the optimizer has by itself.
     tried: dict[int, int | None] = {peak: None}
     try:
         for count in range(FAR - 2, FAR + 2) if counts else ():

@@ -48,7 +48,7 @@ def explained_limits() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise  # a RuntimeError, too, but its own message is the best one
     except (RuntimeError, AttributeError, AssertionError, NotImplementedError, EOFError) as error:
-        # Before the messages are looked at: run on zeros, an op may fail with any of them.
+        # Looked at before the messages, since an op that PyTorch ran on zeros may fail with any of them.
         op = op_run_on_zeros(error)
         if op is not None:
             raise TraceError(
@@ -56,9 +56,9 @@ def explained_limits() -> Iterator[None]:
                 f'{_first_line(error)}. Use trace="real", or give the op one with torch.library.register_fake.'
             ) from error
         for limit in _LIMITS:
-            found = re.search(limit["message"], str(error)[:_BEGINNING])
-            if found is not None:
-                advice = limit["advice"].format(**found.groupdict())
+            match = re.search(limit["message"], str(error)[:_BEGINNING])
+            if match is not None:
+                advice = limit["advice"].format(**match.groupdict())
                 raise TraceError(f"{advice}. PyTorch says: {_first_line(error)}") from error
         raise  # the model's own error
 

@@ -6,7 +6,7 @@
 
 A loader shuffles, so the largest batch of one epoch need not be that of the next. What bounds all of them are the
 longest samples of the data set: a batch of these is at least as large as any other, whether the loader's ``collate_fn``
-pads them to the longest or puts one behind the other. So samples are looked at by index, one at a time, in the process
+pads them to the longest or puts one after the other. So samples are looked at by index, one at a time, in the process
 that calls; the loader is not iterated, and neither its workers nor its sampler are touched.
 
 Padding matters, too: attention may run another kernel, with a mask, where a batch has some. If a batch of the longest
@@ -34,14 +34,14 @@ FEW = 256
 """So many samples of one size stand for all."""
 
 MOST = 2**16
-"""No more samples are looked at; they are spread over the data set."""
+"""At most so many samples are looked at, spread over the data set."""
 
 
 class LongestBatch:
     """Makes the largest batch of any number of samples of a data loader.
 
     Attributes:
-        rows: samples in a batch of the loader.
+        rows: samples in a batch of the loader; None if its data set makes batches itself.
 
     Raises:
         TraceError: the loader's data set has no length, so that samples cannot be looked at without using them up.
@@ -74,13 +74,13 @@ class LongestBatch:
             return self._of(self.rows if rows is None else rows)
 
     def _of(self, rows: int) -> Any:
-        # Where samples are put one behind the other, a tensor of few elements, such as the lengths of packed texts,
-        # must not keep out a sample with more tokens: so each tensor is asked for alone, too, and the largest
-        # tensor of a batch decides.
+        # Where samples are put one after the other, a tensor of few elements, such as the lengths of packed texts,
+        # must not keep out a sample with more tokens: so the largest samples by each tensor alone are
+        # tried, too, and the largest tensor of a batch decides.
         parts = range(max(map(len, self._sizes.values())))
         chosen = dict.fromkeys([tuple(self._longest(rows)), *(self._most_of(part, rows) for part in parts)])
-        made = [(indices, self._collated(indices)) for indices in chosen]
-        longest, largest = max(made, key=lambda one: sorted(_size(one[1]), reverse=True))
+        batches = [(indices, self._collated(indices)) for indices in chosen]
+        longest, largest = max(batches, key=lambda one: sorted(_size(one[1]), reverse=True))
         if rows == 1:
             return largest
         padded = self._collated([longest[0], *self._shortest(rows - 1)])
@@ -96,23 +96,23 @@ class LongestBatch:
         sizes = self._sizes
         by_size = sorted(sizes, key=lambda i: (-sum(sizes[i]), i))
         by_tensor = [self._most_of(part, 1)[0] for part in range(max(map(len, sizes.values())))]
-        # A few samples may have to fill a batch, as those of a set that is smaller than its batches.
+        # Samples repeat if there are too few to fill a batch, as in a set that is smaller than its batches.
         chosen = list(dict.fromkeys((by_size[0], *by_tensor, *by_size)))[:rows]
         return [chosen[k % len(chosen)] for k in range(rows)]
 
     def _most_of(self, part: int, rows: int) -> tuple[int, ...]:
-        """Return the samples with the most elements in one of their tensors."""
+        """Return ``rows`` samples, those with the most elements in tensor number ``part``."""
         size = self._sizes
-        found = heapq.nsmallest(rows, size, key=lambda i: (-sum(size[i][part : part + 1]), -sum(size[i]), i))
-        return tuple(found[k % len(found)] for k in range(rows))
+        most = heapq.nsmallest(rows, size, key=lambda i: (-sum(size[i][part : part + 1]), -sum(size[i]), i))
+        return tuple(most[k % len(most)] for k in range(rows))
 
     def _shortest(self, rows: int) -> list[int]:
         by_size = sorted(self._sizes, key=lambda i: (sum(self._sizes[i]), i))
         return [by_size[k % len(by_size)] for k in range(rows)]
 
     def _bytes_of(self, indices: Sequence[int]) -> tuple[int, int]:
-        """Return how large a batch becomes if its samples are padded, and if they are put one behind the other."""
-        most = max(map(sum, self._sizes.values()))  # of one that was not looked at
+        """Return the elements of a batch if its samples are padded, and if they are put one after the other."""
+        most = max(map(sum, self._sizes.values()))  # of a sample that was not looked at
         sizes = [sum(self._sizes[i]) if i in self._sizes else most for i in indices]
         return max(sizes, default=0) * len(indices), sum(sizes)
 
@@ -129,7 +129,7 @@ def _rows(loader: DataLoader[Any]) -> int | list[list[int]] | None:
     while sampler is not None and type(sampler) is not BatchSampler:
         inner = getattr(sampler, "batch_sampler", None)
         if inner is None:
-            with preserved_state(torch.nn.Module(), None, sampler):
+            with preserved_state(torch.nn.Module(), None, sampler):  # iterating changes it
                 return [list(indices) for indices in sampler]
         sampler = inner
     return None if sampler is None else int(sampler.batch_size)

@@ -85,8 +85,9 @@ class ModuleCalls:
             hooks.register_module_forward_pre_hook(self._enter),
             hooks.register_module_forward_hook(self._exit, always_call=True),
         ]
-        # Global pre-hooks run before a module's own ones (torch/nn/modules/module.py, ``_call_impl``). What these run
-        # is no part of the module, since recipes of a unit do not see it; so the call begins in a hook behind them.
+        # Global pre-hooks run before a module's own ones (torch/nn/modules/module.py, ``_call_impl``). What own
+        # ones run is no part of the module, since recipes of a unit do not see it. So the call begins in a hook after
+        # these.
         for key, module in self._modules.items():
             if module._forward_pre_hooks:
                 self._removers.append(module.register_forward_pre_hook(self._begin))
@@ -121,8 +122,8 @@ class ModuleCalls:
             self._begin(module, args)
 
     def _begin(self, module: torch.nn.Module, args: Any) -> None:
-        # Not a call of the forward pass: one inside of a backward pass, one in another thread (an error if it is of the
-        # model, since its ops would be missing), and one of a module that nobody has named.
+        # These are no calls of the forward pass: inside of a backward pass, in another thread (an error if the module
+        # is the model's, since its ops would be missing), and of a module that nobody has named.
         if in_backward():
             # Checkpointing runs a forward again, and a custom autograd.Function may call modules in its backward: their
             # ops belong to the node that runs.
@@ -133,13 +134,13 @@ class ModuleCalls:
         if threading.get_ident() != self._thread:
             if id(module) in self._fqns:
                 error = other_thread(f"module {self._fqns[id(module)]!r}")
-                self.fail(error)  # whoever started the thread may never ask what became of it
+                self.fail(error)  # whoever started the thread may never ask for its result
                 raise error
             return  # of a model that is not recorded
         if id(module) not in self._fqns:
             if self._stack or self._fqns:
                 return  # a module that the model does not own, such as a loss: part of whoever calls it
-            self.track_model(module)  # nobody named a model: the first module that is called is it
+            self.track_model(module)  # nobody named a model: the first module that is called is taken for it
         call = len(self._calls)
         n_ops = self.n_ops()
         fqn = self._fqns[id(module)]
@@ -183,7 +184,7 @@ class ModuleCalls:
         at = bisect_right(self._marks, number, key=lambda mark: mark[0])
         call = self._marks[at - 1][1] if at else ROOT_SCOPE
         self._backward_call = call
-        # Calls around it that have not been met yet come first, outermost at the front.
+        # The calls around this one that the backward pass has not come to yet are before it, outermost first.
         chain = []
         while call != ROOT_SCOPE and call not in self.backward_order:
             chain.append(call)
@@ -198,7 +199,7 @@ class ModuleCalls:
         return tuple(self._calls)
 
     def leaf_fqns(self) -> frozenset[str]:
-        """Modules without modules in them."""
+        """Modules without children."""
         return frozenset(fqn for key, fqn in self._fqns.items() if not any(self._modules[key].children()))
 
     def gathering(self) -> frozenset[str]:

@@ -1,6 +1,6 @@
 """Watch one training step and write down its recording: a dispatch mode, saved-tensor hooks, module hooks.
 
-The recorder sees each dispatched op, and asks the parts of it that follow one thing each:
+The recorder sees each dispatched op, and asks its parts, of which each follows one thing:
 
 - ``storages.py``: storages, and when each is gone;
 - ``tensor_table.py``: the tensors on them;
@@ -13,7 +13,7 @@ The recorder sees each dispatched op, and asks the parts of it that follow one t
 - ``seen_ops.py``: ops that a fake step has had before.
 
 All of them write into one list of events, in the order in which things happen. ``Recorder.program`` makes the program
-of it when the step is over.
+of them when the step is over.
 
 Cost: O(1) Python work per dispatched op.
 """
@@ -88,7 +88,7 @@ def _reads_a_number(func: Any, read: Sequence[torch.Tensor]) -> bool:
     """Whether the step asks for the value of a float, such as that of its loss.
 
     Such an op has no output, and is recorded all the same: a chunk that would compute the value later has to compute
-    it there, in a loop of its own.
+    it by this op, in a loop of its own.
     """
     return func is torch.ops.aten._local_scalar_dense.default and read[0].is_floating_point()
 
@@ -121,7 +121,7 @@ class Recorder(Watching):
         tensors_only: bool = False,
     ) -> None:
         super().__init__()
-        # Numbers and generators are in the memory of a CPU; those of a GPU are on its host.
+        # Numbers and generators count on a CPU only: for a GPU they are in the host's memory.
         on_gpu, on_cpu = (spec.kind == kind and not tensors_only for kind in ("cuda", "cpu"))
         self._spec = spec
         self._cost = cost
@@ -206,7 +206,7 @@ class Recorder(Watching):
         return self
 
     def _make_seen_ops(self) -> SeenOps | None:
-        """None in a real step, and where another mode would not see the ops that are looked up."""
+        """Return a cache of ops; None in a real step, and if another mode would not see ops that are looked up."""
         mode, *others = dispatch_modes() or (None,)
         between = [] if self._rules is None else [self._rules]
         return SeenOps(mode, self._rules) if isinstance(mode, FakeTensorMode) and others == between else None
@@ -240,7 +240,7 @@ class Recorder(Watching):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Ops inside are not recorded; what they leave behind is noticed when it is used, or tracked."""
+        """Ops inside are not recorded; storages that they make are entered when used, or tracked."""
         self._paused += 1
         try:
             yield
@@ -276,14 +276,14 @@ class Recorder(Watching):
         return len(self._ops), len(self._events)
 
     def seen_since(self, n_ops: int, n_events: int) -> tuple[list[Op], list[tuple[int, int]]]:
-        """Return the ops and events after those, as they ran; ops are counted from there."""
+        """Return ops and events after the first ``n_ops`` and ``n_events``; in these, ops count from 0."""
         events = [(code, arg - n_ops if code == _OP else arg) for code, arg in self._events[n_events:]]
         return self._ops[n_ops:], events
 
     # --- ops ----------------------------------------------------------------------------------
 
     def _took_state(self, state: torch.Tensor) -> None:
-        # While an op is recorded this mode is off the stack: then it is sacplan that takes a state, to measure the op.
+        # Not while an op is recorded, when this mode is off the stack: then sacplan takes a state, to measure the op.
         if self._state_bytes and not self._paused and self in dispatch_modes():
             self.storages.track(state, StorageKind.OTHER)
 
@@ -318,7 +318,7 @@ class Recorder(Watching):
         call = Call(func, args, kwargs, out)
         try:
             if not self._paused:
-                self._record(call, given, seen_op, is_made=known is not None)
+                self._record(call, given, seen_op, looked_up=known is not None)
             elif seen_op is not None:
                 # Not recorded, but ``seen_op`` remembers its figures: a step that only makes the optimizer's state runs
                 # the same ops as the one that is recorded next.
@@ -328,9 +328,9 @@ class Recorder(Watching):
         return out
 
     def _deferred(self, func: Any, types: Any, args: Any) -> None:
-        """Note an op that is not seen: one on local tensors follows, or it runs in slices, later.
+        """Note an op that is not recorded: one on local tensors follows, or it runs later, in slices.
 
-        Autograd's node for it is made, and runs, as any other.
+        Autograd makes and runs its node as any other.
         """
         phase = None if self._paused else self._phase()
         if has_local_parts(types):
@@ -344,7 +344,7 @@ class Recorder(Watching):
             self._nodes.follow()
 
     def _figures(self, call: Call, seen_op: SeenOp | None) -> Figures:
-        """Return what an op costs. One that is looked up remembers that, and how its outputs are made."""
+        """Return what an op costs; ``seen_op`` keeps that, and how outputs are made."""
         if seen_op is not None and seen_op.figures is not None:
             return seen_op.figures
         flops, time_ms = self._cost(call)
@@ -355,7 +355,7 @@ class Recorder(Watching):
             self._seen_ops.observe(seen_op, call)
         return figures
 
-    def _record(self, call: Call, given: tuple[int, ...], seen_op: SeenOp | None, *, is_made: bool) -> None:
+    def _record(self, call: Call, given: tuple[int, ...], seen_op: SeenOp | None, *, looked_up: bool) -> None:
         func, args, kwargs, out = call.func, call.args, call.kwargs, call.returned
         # The order matters: written storages and inputs are numbered before outputs are, so that an output on a storage
         # that is not known yet is one that the op made. ``n_storages`` is taken before all of them.
@@ -365,17 +365,17 @@ class Recorder(Watching):
         compiled = inductor.in_compiled_graph()
         written = plain_tensors(traits.written(args, kwargs)) if traits.written_names and not compiled else ()
         mutates = tuple(dict.fromkeys(map(self.storages.of, written)))
-        if seen_op is None:  # an op that can be looked up resizes nothing (``SeenOps``)
+        # An op that can be looked up resizes nothing, and takes plain tensors only (``SeenOps``).
+        if seen_op is None:
             for t in written:
                 self.storages.resized(t.untyped_storage())
-        # An op that can be looked up takes plain tensors only (``SeenOps``).
         taken = plain_tensors(args, kwargs) if seen_op is None else tensors_in((args, kwargs))
         taken_on, lent = self.storages.taken(taken, lifts=func is _LIFTS)
         lent |= func is ZERO_TENSOR
         if seen_op is None and self.storages.is_fake and func is not _LIFTS:
             self.storages.know_copies(func, taken, taken_on, out)
         outputs = tensors_in(out)
-        made = outputs if is_made else plain_tensors(outputs)
+        made = outputs if looked_up else plain_tensors(outputs)
         host_bytes = self.storages.host_bytes_of(taken, taken_on) if func is not TO_DEVICE else 0
         made_on, writes = self.storages.made(made, lent, func is TO_HOST or host_bytes > 0)
         phase = self._phase()
@@ -387,7 +387,7 @@ class Recorder(Watching):
         scope = self._scope(phase)
         running = self._nodes.running if phase is Phase.BACKWARD else None
         given_bytes = self._numbers.given_bytes(running, func, args)
-        if not reads_number:  # autograd makes no node for it, and the op behind has the same sequence number
+        if not reads_number:  # autograd makes no node for it, and the next op has the same sequence number
             self._nodes.note_op(func, index)
         tensors = self.tensors.indices((*taken, *made), (*taken_on, *made_on), seen_op)
         # In place, the tensor must be what another op made, so that it can be made again up to this version. Out of
@@ -441,7 +441,7 @@ class Recorder(Watching):
 
     def _recomputes(self, name: str) -> int:
         """Return the op that an executor runs again now, or -1."""
-        # An op of an earlier record is none of this one; nor is what a node does besides, as for a generator's state.
+        # Not an op of an earlier record, nor one that a node runs besides, as for a generator's state.
         known = 0 <= noted.again < len(self._ops) and self._ops[noted.again].name == name
         return noted.again if known else -1
 
@@ -495,14 +495,14 @@ class Recorder(Watching):
         if phase == Phase.FORWARD:
             return self._calls.current
         if phase == Phase.OPTIMIZER:
-            self._saved.node_runs(-1)
+            self._saved.node_runs(-1)  # the last node is done
             return ROOT_SCOPE
         return self._calls.of_node(self._nodes.follow())
 
     # --- the result ---------------------------------------------------------------------------
 
     def program(self) -> Program:
-        """Return what was seen as a plain value.
+        """Return the program of what was seen.
 
         Each step needs the one before: what was done under a dispatch mode becomes what the plain step does (in-place
         sums, backward formulas), then storages that are written in place in the forward pass are split into versions,
@@ -514,13 +514,13 @@ class Recorder(Watching):
         given = storages.real_from_the_start()
         # Real tensors that were there before the step: they become ``initial``, so that their ``ALLOC`` must go.
         own_events = [event for event in self._events if event[0] != _ALLOC or event[1] not in given]
-        # What a node keeps as an attribute is found when it runs, and kept from its first op on.
-        made = ((e, saved.of_nodes.get(e[1], ()) if e[0] == _OP else ()) for e in own_events)
-        own_events = [each for e, handles in made for each in (e, *((_PACK, h) for h in handles))]
+        # What a node keeps as an attribute is found when it runs, and was kept from its first op on.
+        with_handles = ((e, saved.of_nodes.get(e[1], ()) if e[0] == _OP else ()) for e in own_events)
+        own_events = [event for e, handles in with_handles for event in (e, *((_PACK, h) for h in handles))]
         ops, events, same = self._in_place.settle(self._ops, own_events, kinds, born_backward)
         table = self.tensors.table(same)
         ops, events = plain_formulas(ops, events, self._formulas, table)
-        # What dies at one moment dies in no order of its own. In a fixed one, equal layers have equal events.
+        # Storages freed at one moment come in no fixed order. Sorted, equal layers have equal events.
         runs = groupby(events, key=itemgetter(0))
         events = [event for code, run in runs for event in (sorted(run) if code == _FREE else run)]
         recorded = Program(

@@ -1,6 +1,6 @@
 """The gradients of views whose memory was written after they were made, as the plain step takes them.
 
-After a write in place autograd makes the node of a view anew when the view is next used (``VariableHooks::grad_fn`` in
+After a write in place autograd makes a new node for a view when the view is next used (``VariableHooks::grad_fn`` in
 ``torch/csrc/autograd/variable.cpp``). In the plain step that is one node, ``AsStridedBackward0``, which copies the
 gradient into zeros as large as the base. For a tensor subclass, such as a fake tensor, autograd runs the views again
 instead: the gradient passes through a node for each, and most of these take no memory.
@@ -26,11 +26,11 @@ Paused = Callable[[], AbstractContextManager[None]]
 
 
 class RegeneratedViews:
-    """Finds the views that autograd makes anew in a fake step, and corrects their gradients."""
+    """Finds the views for which autograd makes new nodes in a fake step, and corrects their gradients."""
 
     def __init__(self, paused: Paused) -> None:
         self._paused = paused
-        self._written = False  # before the first write no view is made anew
+        self._written = False  # before the first write no view gets a new node
         # By autograd's sequence number after a view op, the views that the op returned.
         self._returned: dict[int, Sequence[weakref.ref[torch.Tensor]]] = {}
 
@@ -63,7 +63,7 @@ def _correct(view: FakeTensor, paused: Paused) -> None:
     ):  # a leaf has a node that accumulates, and no ``grad_fn``
         nodes.append(node)
         node = node.next_functions[0][0]
-    # From the local part of a DTensor the gradient does not pass through its base.
+    # From the local part of a DTensor the gradient does not pass through the base: nothing to correct.
     if node is not base.grad_fn and getattr(node, "variable", None) is not base:
         return
     mode, of_base = view.fake_mode, (base.shape, base.stride(), base.dtype)
@@ -71,8 +71,8 @@ def _correct(view: FakeTensor, paused: Paused) -> None:
     gradient: list[torch.Tensor] = []
     unrecorded = ExitStack()
 
-    # No other node runs between the first and the last: each makes only the next one ready, and their numbers follow
-    # each other.
+    # Only these nodes run unrecorded: each makes only the next one ready, and their numbers follow each other, so no
+    # other node runs between the first and the last.
     def begin(gradients: Any) -> None:
         if gradients[0] is not None and not torch.is_grad_enabled():
             gradient.append(gradients[0])

@@ -27,7 +27,7 @@ _WITHOUT_CALL: dict[str, Any] = {
     "recomputable": False, "state_bytes": 0, "replaces": -1, "inputs": (), "outputs": (), "arguments": "[[],{}]",
     "forward_of": -1, "recomputes": -1,
 }  # fmt: skip
-"""Fields of an op that refer to the call, or to ops of the program that it was rehearsed in."""
+"""Fields of an op about its call and other ops of the rehearsal, with the values for an op that has neither."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,6 @@ class Rehearsal:
         device: what it runs on.
 
     Attributes:
-        device: see above.
         known: by storage of the recorder, the storage of the program.
     """
 
@@ -78,11 +77,11 @@ class Rehearsal:
         like = self.program.tensors[tensor]
         assert self._mode is not None
         # No op of the step, so it is made where the recorder does not see it.
-        made = fake_empty_strided(self._mode, like.shape, like.stride, getattr(torch, like.dtype))
-        self._recorder.storages.track(made, StorageKind.OTHER, initial=True)
-        self._tensors.append(made)
-        self.known[self._recorder.storages.known(made)] = like.storage
-        return made
+        stand_in = fake_empty_strided(self._mode, like.shape, like.stride, getattr(torch, like.dtype))
+        self._recorder.storages.track(stand_in, StorageKind.OTHER, initial=True)
+        self._tensors.append(stand_in)
+        self.known[self._recorder.storages.known(stand_in)] = like.storage
+        return stand_in
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep tensors alive to the end: the address of one that is freed could be given to another tensor."""
@@ -113,7 +112,7 @@ class Rehearsal:
     def into(
         self, draft: PatchBuilder, seen: RehearsedOps, phase: Phase, scope: int
     ) -> list[tuple[int, int]]:
-        """Put ops that were seen into a program, and return their events; new storages are added to it."""
+        """Add ops that were seen, and their new storages, to a program, and return their events."""
         storage = draft.numbering(self.known, self._recorder.storages.nbytes)
         # A plan names call sites of the model, and these ops have none, so none of them may run again.
         ops = [msgspec.structs.replace(op, phase=phase, scope=scope, **_WITHOUT_CALL) for op in seen.ops]

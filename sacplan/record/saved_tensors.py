@@ -5,15 +5,15 @@ instead of the tensor. Then:
 
 - a storage dies (``FREE``) when code lets go of it, whatever autograd saved;
 - the end of the handle (``RELEASE``) is the moment at which autograd lets go;
-- the unpack hook returns a fresh tensor on a storage of its own. It dies (``DROP``) when the tensor that autograd would
-  have handed out would have died.
+- the unpack hook returns a fresh tensor on a storage of its own. This storage dies (``DROP``) when the tensor that
+  autograd would have handed out would have died.
 
 A custom function may keep a parameter as an attribute of its node instead (``ctx.weight = weight``), as those of
-bitsandbytes do, and no hook sees that. A plan can take it from the node and put it back, so it has a handle as well,
-from the function's first op to the end of its backward.
+bitsandbytes do, and no hook sees that. A plan can take the parameter from the node and put it back, so it has a handle
+as well, from the function's first op to the end of its backward.
 
 Only a recorder can afford this, since the values are lost. Under FakeTensorMode there are none (``"virtual"``). On real
-tensors the handle keeps a clone of them (``"clone"``), which is not recorded. ``"observe"`` leaves autograd alone.
+tensors the handle keeps a clone (``"clone"``), which is not recorded. ``"observe"`` leaves autograd alone.
 
 An object can only tell its end through a weak reference, so handles and unpacked storages are watched by weak
 references that this module keeps. Their callbacks write the events.
@@ -80,7 +80,7 @@ class SavedTensors:
     Attributes:
         handle_storages, handle_tensors, instance_handles: as in ``Program``.
         handle_numbers: autograd's next sequence number when it saved the tensor: it tells the op that did.
-        of_nodes: by op of the forward pass, handles on what the node that it made keeps as attributes.
+        of_nodes: op of the forward pass to handles on what the node of this op keeps as attributes.
     """
 
     how: SavedMode
@@ -151,8 +151,7 @@ class SavedTensors:
             return (
                 _SavedLocalTensor(packed, wrapping_of(tensor)) if isinstance(packed, _SavedTensor) else tensor
             )
-        # From here on the tensor gets a handle, unless there is nothing to tell apart. Without one autograd holds the
-        # tensor itself, and its storage dies when both have let go.
+        # Without a handle autograd holds the tensor itself, and its storage dies when code and autograd have let go.
         storage = self.storages.ids.get(storage_key(tensor.untyped_storage()))
         if storage is None or (storage in self.storages.initial and not self._may_leave(tensor)):
             return tensor  # not of this step, or alive to its end in any case: nothing to tell apart
@@ -172,7 +171,7 @@ class SavedTensors:
         return handle
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
-        """Whether a plan may have the storage wait on the host: a parameter. No clones are taken of those."""
+        """Whether a plan may move the storage to the host for a while: a parameter's. These are never cloned."""
         return self.how == "virtual" and self.storages.is_fixed(tensor.untyped_storage())
 
     def _clone(self, tensor: torch.Tensor, storage: int) -> torch.Tensor:
@@ -195,9 +194,9 @@ class SavedTensors:
         if isinstance(packed, _SavedLocalTensor):
             return packed.wrapping(self._unpack(packed.local))
         if not isinstance(packed, _SavedTensor):
-            tensor: torch.Tensor = packed  # ``_pack`` gave it back as it was
+            tensor: torch.Tensor = packed  # ``_pack`` returned the tensor itself
             return tensor
-        # First: numbers that the node before has kept are freed before this tensor counts.
+        # First, since numbers that the node before has kept are freed before this tensor counts.
         self.unpacks()
         out = self._twin_of(packed)
         instance = self._new_instance(packed.index)
@@ -210,8 +209,8 @@ class SavedTensors:
             self.storages.ids.pop(key, None)
             self.tensors.offsets.pop(key, None)
 
-        # Ops that read the fresh tensor read the recorded storage.
         self._instance_refs[instance] = weakref.ref(storage, dropped)
+        # Ops that read the fresh tensor read the recorded storage.
         self.storages.ids[key] = self.handle_storages[packed.index]
         if packed.offset:
             self.tensors.offsets[key] = packed.offset
@@ -221,7 +220,7 @@ class SavedTensors:
         """Return a fresh tensor in the layout of the one that was packed."""
         mode = active_fake_mode()
         if handle.clone is None and handle.value is None and mode is not None:
-            # The common case, and a short way: no dispatch mode takes note of this one.
+            # The common case, in a quick way: no dispatch mode sees this tensor.
             return fake_empty_strided(mode, handle.size, handle.stride, handle.dtype)
         # Paused, since the tensors made here are none of the step's.
         with self.paused():

@@ -6,7 +6,7 @@ up once, for its outputs, its FLOPs, its time and its workspace.
 
 A hit must give what the op would have given. So an op is only in the cache if sizes, strides and types alone decide its
 outputs: aten's functions, views and in-place ops on plain fake tensors, where no value that ``data_rules`` follows goes
-in and none is decided. (None is where ``zeros_like`` and its relatives make more floats than are followed: an
+in and none is decided. (``zeros_like`` and its relatives decide none if they make more floats than are followed: an
 optimizer's state, of hundreds of parameters.) All others (data-dependent sizes, factories, ops that change a tensor's
 storage, other tensor classes) go the long way.
 
@@ -52,7 +52,7 @@ class SeenOutputs(NamedTuple):
     """How to make the outputs of an op on arguments of one layout.
 
     Attributes:
-        func: the op; its identity is in the key, so that it must not be given to another one.
+        func: the op, kept alive: its identity is in the key, and must not be given to another one.
         outputs: layouts of results, and values that are no tensors.
         wrap: tuple or list; None for a single tensor.
     """
@@ -64,11 +64,11 @@ class SeenOutputs(NamedTuple):
 
 _MOST_KEPT = 50_000
 _kept: dict[Hashable, dict[Any, SeenOutputs]] = {}
-"""Outputs by what they depend on beside the op and its arguments (``_here``), for the life of the process."""
+"""Outputs by what they depend on apart from the op and its arguments (``_here``), for the life of the process."""
 
 
 def _here() -> Hashable:
-    """Return all that decides what fake kernels return, beside their arguments and what is in every key."""
+    """Return all that decides what fake kernels return, apart from their arguments and what is in every key."""
     return (
         active_device(),
         entered_kernels(),
@@ -80,7 +80,7 @@ def _here() -> Hashable:
 
 
 def _kept_here() -> dict[Any, SeenOutputs]:
-    # A process that goes through many models begins anew now and then, rather than to grow for ever.
+    # Emptied now and then in a process that goes through many models, rather than growing for ever.
     if sum(map(len, _kept.values())) > _MOST_KEPT:
         _kept.clear()
     return _kept.setdefault(_here(), {})
@@ -102,7 +102,7 @@ class SeenOp:
     Attributes:
         key: see ``SeenOps.key``.
         figures: None until it has run.
-        layouts: of its tensors, inputs before outputs; numbers of the recorder's, None until it has seen one call.
+        layouts: numbers of its tensors' layouts (``TensorTable``), inputs first; None until one call was recorded.
         outputs: None where they cannot be made from layouts, or it has not run.
     """
 
@@ -117,7 +117,7 @@ class SeenOps:
 
     Args:
         mode: the FakeTensorMode that runs.
-        rules: the mode right above it, or None; there is nothing else between it and the recorder.
+        rules: the mode right above, or None; no other mode is between FakeTensorMode and the recorder.
     """
 
     def __init__(self, mode: FakeTensorMode, rules: DataRules | None) -> None:
@@ -125,19 +125,19 @@ class SeenOps:
         self._rules = rules
         self._seen: dict[Any, SeenOp] = {}
         self._kept = _kept_here()
-        self._of_parameters = self._others = False  # among the arguments of the op that is looked up
+        self._of_parameters = self._others = False  # what the op that is looked up has as arguments
         self._eligible: dict[int, tuple[Any, bool, bool]] = {}  # by the op's identity: hashing one is slow
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return everything that the outputs depend on; None where that is not known, and the op takes the long way."""
-        found = self._eligible.get(id(func))
-        if found is None:
-            found = self._eligible[id(func)] = (func, *self._look_up(func))
-        _, eligible, is_view = found
+        entry = self._eligible.get(id(func))
+        if entry is None:
+            entry = self._eligible[id(func)] = (func, *self._eligibility(func))
+        _, eligible, is_view = entry
         if not eligible or (func in _FILLED and not self._is_not_followed(args, kwargs)):
             return None
-        # Whether gradients are on is in the key: oneDNN's LSTM returns a workspace only then. So is the default type:
-        # that of a quotient of integers. The entry holds the op, so that its identity is not given to another one.
+        # Whether gradients are on is in the key: oneDNN's LSTM returns a workspace only then. So is the default type,
+        # which a quotient of integers has.
         parts: list[Any] = [id(func), torch.is_grad_enabled(), torch.get_default_dtype()]
         # The values of a view are those of its storage, whether they are known or not: nothing has to be followed.
         known = not is_view and self._rules is not None and self._rules.knows_values
@@ -149,14 +149,14 @@ class SeenOps:
             parts.append(name)
             if not self._add((value,), parts, known):
                 return None
-        # What is made of parameters alone has values that may be asked for.
+        # What is made of parameters alone has values that may be asked for, and takes the long way.
         return None if self._of_parameters and not self._others else tuple(parts)
 
-    def _look_up(self, func: Any) -> tuple[bool, bool]:
+    def _eligibility(self, func: Any) -> tuple[bool, bool]:
         if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
             return False, False
         # Factories have no tensor argument, and may depend on defaults that are not in the key. Ops that change a
-        # tensor's sizes have an input that is not what the key says afterwards.
+        # tensor's sizes have an input that the key does not describe any more.
         traits = op_traits(func)
         eligible = (
             any("Tensor" in str(a.type) for a in func._schema.arguments)
@@ -166,7 +166,7 @@ class SeenOps:
         return eligible, func.is_view and not traits.written_names
 
     def _is_not_followed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the rules let go of the values of a new tensor like the first argument: it is too large."""
+        """Whether a new tensor like the first argument is too large for the rules to follow its values."""
         # With another type or device, the new tensor is not known to be as large.
         like = args[0]
         return (
@@ -205,11 +205,11 @@ class SeenOps:
         key = self.key(func, args, kwargs)
         if key is None:
             return None
-        found = self._seen.get(key)
-        if found is None:
+        entry = self._seen.get(key)
+        if entry is None:
             kept = self._kept.get(key)  # of an earlier trace
-            found = self._seen[key] = SeenOp(key, kept if kept is not None and kept.func is func else None)
-        return found
+            entry = self._seen[key] = SeenOp(key, kept if kept is not None and kept.func is func else None)
+        return entry
 
     def observe(self, seen: SeenOp, call: Call) -> None:
         """Keep what an op has returned, if it can be made again from layouts alone."""

@@ -18,13 +18,13 @@ def settled(program: Program, named: Collection[int], born: Sequence[Phase]) -> 
             the backward pass needs them, else temporaries.
         born: by storage, the phase in which it was first seen; versions are left out.
     """
-    # A version is what the storage is that was split: versions were not there when kinds and births were noted.
+    # A version is what the split storage is (its base): kinds and births were noted when there were no versions.
     base = list(range(len(program.storage_bytes)))
     for op in program.ops:
         if op.replaces >= 0:
             base[op.writes[0]] = base[op.replaces]
-    # What the backward pass needs is what autograd saved, and what its ops read: a custom function may keep a tensor
-    # on its context without a handle.
+    # What the backward pass needs is what autograd saved, and what backward ops read: a custom function may keep a
+    # tensor on its context without a handle.
     needed = set(program.handle_storages)
     backward_at = next(
         (i for i, op in enumerate(program.ops) if op.phase is Phase.BACKWARD), len(program.ops)
@@ -53,7 +53,7 @@ def final_ops(program: Program) -> tuple[Op, ...]:
     Writes by the optimizer do not matter, since nothing is recomputed after its step.
 
     A storage that is resized counts as written by the op that runs next: its contents may be gone until then. A
-    parameter that ``fully_shard`` gathers again has the values of before: where it is not there, no unit runs an op
+    parameter that ``fully_shard`` gathers again has the values of before: while it is not gathered, no unit runs an op
     again (``distributed/ranks/unit_limits.py``).
 
     Where a write made a new version of the storage (``Op.replaces``), the old version has an index of its own that is
@@ -67,20 +67,20 @@ def final_ops(program: Program) -> tuple[Op, ...]:
         if code == Event.OP:
             ran = arg
             if ops[arg].phase is not Phase.OPTIMIZER:
-                own = gathered if ops[arg].name in _COPIES_OUT else ()
-                written.update(dict.fromkeys((s for s in ops[arg].mutates if s not in own), arg))
+                refilled = gathered if ops[arg].name in _COPIES_OUT else ()
+                written.update(dict.fromkeys((s for s in ops[arg].mutates if s not in refilled), arg))
         elif code == Event.RESIZE and program.resizes[arg][0] not in gathered:
             written[program.resizes[arg][0]] = ran + 1
     # One pass suffices, since a version is made before it is read. The invariant: ``kept`` holds the overwritten
     # versions of makers seen so far that will not run again.
     overwritten = {op.replaces for op in ops if op.replaces >= 0}
-    kept: set[int] = set()  # overwritten storages whose makers may not run again
-    found = []
+    kept: set[int] = set()
+    final = []
     for i, op in enumerate(ops):
-        # A read that is written later has another value by then. A write that is written later would lose that value.
+        # Run again, it would read another value, or overwrite a later one, if the storage is written later.
         may = op.recomputable and not any(written.get(s, -1) > i for s in (*op.reads, *op.writes))
         may = may and kept.isdisjoint(op.reads)
         if not may:
             kept.update(s for s in op.writes if s in overwritten)
-        found.append(op if may or not op.recomputable else msgspec.structs.replace(op, recomputable=False))
-    return tuple(found)
+        final.append(op if may or not op.recomputable else msgspec.structs.replace(op, recomputable=False))
+    return tuple(final)

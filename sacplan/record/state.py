@@ -29,7 +29,7 @@ from sacplan.torch_compat.private import storage_key, strided_parts
 _ATOMS = frozenset(
     {type(None), bool, int, float, complex, str, bytes, range, type, torch.dtype, torch.device, torch.Size}
 )
-_PLAIN_CLASSES = (types.SimpleNamespace, functools.partial)  # of the standard library, that are followed
+_PLAIN_CLASSES = (types.SimpleNamespace, functools.partial)  # followed, though of the standard library
 _HELD = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 
 
@@ -105,7 +105,7 @@ class Snapshot:
     """
 
     def __init__(self, *roots: Any) -> None:
-        self._seen: dict[int, Any] = {}  # keeps what it has seen, so that ids stay theirs
+        self._seen: dict[int, Any] = {}  # keeps the objects, so that no other one gets their ids
         self._storages: dict[int, _Storage] = {}
         self._leaves: list[torch.Tensor] = []
         # Each puts one thing back; the bytes of storages come first.
@@ -146,7 +146,7 @@ class Snapshot:
                         del steps[0]
             except KeyboardInterrupt as error:
                 interrupt = error
-            except Exception as error:  # of an object that refuses its old state: the others still get theirs
+            except Exception as error:
                 failed.append(f"{type(error).__name__}: {error}")
                 del steps[0]
         if interrupt is not None:
@@ -232,7 +232,7 @@ class Snapshot:
     def _slot(self, value: Any, descriptor: types.MemberDescriptorType) -> None:
         try:
             old = descriptor.__get__(value)
-        except AttributeError:  # not set
+        except AttributeError:  # not set: if a step sets it, it is deleted again
             self._undo.append(lambda: (descriptor.__set__(value, None), descriptor.__delete__(value)))  # type: ignore[func-returns-value]
             return
         self._undo.append(lambda: descriptor.__set__(value, old))
@@ -277,7 +277,7 @@ class Snapshot:
         known.low, known.high = min(known.low, low), max(known.high, high)
 
     def _metadata(self, t: torch.Tensor) -> None:
-        """Sizes, strides and the storage itself, which ``resize_``, ``set_`` and ``.data =`` change."""
+        """Put back sizes, strides and the storage itself, which ``resize_``, ``set_`` and ``.data =`` change."""
         if t.is_nested:
             return
         # The alias keeps sizes, strides and the storage as they are now, and the storage alive.
@@ -289,7 +289,7 @@ class Snapshot:
             if not strided or _layout_of(t) != _layout_of(alias):
                 t.data = alias
             if version is not None:
-                # In-place writes of the step have raised it. A graph that saved the tensor before would refuse it.
+                # In-place writes of the step have raised it. A graph that saved the tensor before would refuse that.
                 set_version(t, version)
 
         self._undo.append(restore)
@@ -332,9 +332,9 @@ def _layout_of(t: torch.Tensor) -> tuple[Any, ...]:
 
 def _is_followed(cls: type) -> bool:
     """Whether the attributes of such objects are part of a model's state."""
-    # Loaders and process groups are no state of the model, and hold threads and handles that must not be touched. Of
-    # the standard library only containers, and what the user's script defines, are followed.
-    # Modules are, whoever made their class: that of ``fully_shard`` is in ``torch.distributed``.
+    # Modules are followed, whoever made their class: that of ``fully_shard`` is in ``torch.distributed``. Loaders and
+    # process groups are no state of the model, and hold threads and handles that must not be touched. Of the standard
+    # library only containers are followed, and what the user's script (``__main__``) defines.
     if issubclass(cls, _PLAIN_CLASSES) or issubclass(cls, torch.nn.Module):
         return True
     room = cls.__module__
@@ -345,7 +345,7 @@ def _is_followed(cls: type) -> bool:
 
 
 def _slots(cls: type) -> Iterator[types.MemberDescriptorType]:
-    """Yield the descriptors of ``__slots__`` of a class and its bases; those of classes in C are none."""
+    """Yield the descriptors of ``__slots__`` of a class and its bases; classes in C have none."""
     for base in cls.__mro__:
         if "__slots__" in vars(base):
             yield from (d for d in vars(base).values() if isinstance(d, types.MemberDescriptorType))
@@ -392,7 +392,7 @@ def reachable(*roots: Any, seen: dict[int, Any] | None = None, but: tuple[type, 
 
 
 def kept_by(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the tensors that an optimizer keeps from step to step, wherever they lie in it, but no parameters."""
+    """Return the tensors that an optimizer keeps from step to step, wherever they lie in it, without its parameters."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     found = reachable(optimizer, but=(torch.nn.Module,))
     return [v for v in found if isinstance(v, torch.Tensor) and id(v) not in own]
@@ -407,9 +407,9 @@ def variables_of(function: Any) -> Iterator[tuple[types.CellType, Any]]:
 
 
 def held_by_function(function: Any) -> Iterable[Any]:
-    """Return tensors, modules and optimizers in the closure of a function or the arguments of a ``partial``.
+    """Return tensors, modules and optimizers that a function has in its closure, its defaults or as bound arguments.
 
-    Its containers are left alone: people fill those to learn what ran.
+    Containers are left alone: people fill those to learn what ran.
     """
     found: list[Any] = []
     if isinstance(function, functools.partial):

@@ -35,12 +35,12 @@ def record_settled_step(
     handle: Any = None,
     rules: DataRules | None = None,
 ) -> tuple[Program, tuple[ModelCall, ...], tuple[str, ...]]:
-    """Record a step that is like all later ones, in which caches are filled.
+    """Record a step that is like all later ones; return its program, the model's calls and checkpointed modules.
 
-    A step that changes nothing but parameters and gradients is one: it leaves no tensors behind and the model's
-    attributes as they were. Otherwise steps are recorded until two in a row run the same ops before the optimizer's,
-    at most four times. With accumulation, or an optimizer that steps in the backward pass or lays parameters out anew,
-    one more is recorded: the first one makes the gradients, the state or the layouts that later ones find.
+    A step that changes nothing but parameters and gradients is such a step: it leaves no tensors behind and the model's
+    attributes as they were. Else steps are recorded until two in a row run the same ops before the optimizer's, at most
+    four times. With accumulation, or an optimizer that steps in the backward pass or changes layouts of parameters, one
+    more is recorded: the first one makes the gradients, the state or the layouts that later ones find.
     """
     # Each round records one step. What it leaves behind (a cache that was filled) is alive from the start of the next.
     # The first exit is the usual one: nothing was left, so the next step would be the same.
@@ -54,16 +54,16 @@ def record_settled_step(
         # If a plan is applied, only the last recorded step's differences from it count.
         if handle is not None:
             handle.forget_differences()
-        before, plain, kept = program, plain_attributes(step.model), step.state_made_inside
+        before, plain, with_state = program, plain_attributes(step.model), step.state_made_inside
         compiled = compiled_so_far() if is_compiling_dry() else None
         strides = [p.stride() for p in step.model.parameters()]
         recording = recorder()
         recording.storages.track_alive([*left, *buckets])
-        # Steps write running statistics. Those of one number whose value is not known any more get one that the model
-        # can ask for.
+        # Steps write running statistics. If one of a single number is not known any more, it gets a value that the
+        # model can ask for.
         if rules is not None:
             rules.assume_statistics(step.model)
-        # A layer that is dropped at random is dropped again.
+        # The same random numbers in each round, so that a layer that is dropped is dropped again.
         with preserved_rng(), _recorded_inputs(step.model) as calls:
             program = _record(step, recording, rules)
         step.forget_gradients_of_batch()
@@ -72,20 +72,20 @@ def record_settled_step(
             # Frees tensors that only reference cycles hold; the collector is off, so all are young.
             gc.collect(0)
             new = [ref for ref in new if ref() is not None]
-        # A step may also find what one before the last has left.
+        # A step may also find what steps before the last one have left.
         left = [*(ref for ref in left if ref() is not None), *new]
-        # Optimizers that step in the backward pass have made their state: the next step finds it.
+        # A step that makes layouts, or state in the backward pass, is not usual: the next one finds them.
         laid_out = strides == [p.stride() for p in step.model.parameters()]
-        is_usual = is_usual and laid_out and step.state_made_inside == kept
+        is_usual = is_usual and laid_out and step.state_made_inside == with_state
         is_usual = is_usual and (compiled is None or compiled == compiled_so_far())
         if is_usual and not new and plain_attributes(step.model) == plain:
             return program, tuple(calls), recording.checkpointed
         # Tensors are left at every step (a running average, say), but the ops have settled.
         if is_usual and before is not None and _ops_run(before) == _ops_run(program):
             return program, tuple(calls), recording.checkpointed
+        is_usual = i >= unusual
         # As it was before the first step: gradients of this one must not be alive when the next begins, unless the next
         # is to add to them.
-        is_usual = i >= unusual
         if not step.accumulates:
             step.model.zero_grad(set_to_none=True)
             buckets += recording.storages.gradients_left()
@@ -100,8 +100,8 @@ def record_settled_step(
 
 
 def _ops_run(program: Program) -> list[tuple[str, int]]:
-    # Views are left out, since they make no values. Backward ops are those of communication hooks, too, which may begin
-    # to do something else, and keep what it needs.
+    # Views are left out, as they make no values. Backward ops count: they include those of communication hooks, which
+    # may run other ops after some steps, and keep what these need.
     before = (op for op in program.ops if op.phase != Phase.OPTIMIZER)
     return [(op.name, op.scope) for op in before if is_computation(op.name)]
 
@@ -112,8 +112,7 @@ def _record(step: Step, recorder: Recorder, rules: DataRules | None = None) -> P
     def make_state() -> None:
         """Have the optimizer make its state, which the recorded step then finds, as later steps do."""
         assert optimizer is not None
-        # The recorded step must find this state as if it had been there before. Of floats, only single ones are
-        # followed: the count of steps, and no moments.
+        # Of floats, only single ones are followed: the count of steps, and no moments.
         with recorder.paused(), rules.few_floats() if rules is not None else contextlib.nullcontext():
             before_largest_step(optimizer, (lambda number: number) if rules is None else rules.value)
         recorder.training.track_optimizer(optimizer, initial=True)
@@ -143,10 +142,10 @@ def _recorded_inputs(model: torch.nn.Module) -> Iterator[Collection[ModelCall]]:
     calls: dict[ModelCall, None] = {}
 
     def note(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        has = any(p.grad is not None for p in model.parameters())
-        calls[ModelCall(shapes_of(args, kwargs), has)] = None
+        has_gradients = any(p.grad is not None for p in model.parameters())
+        calls[ModelCall(shapes_of(args, kwargs), has_gradients)] = None
 
-    # TorchScript compiles hooks, and cannot compile this one.
+    # TorchScript compiles hooks, and cannot compile this one, so its calls are not noted.
     if isinstance(model, torch.jit.ScriptModule):
         yield calls
         return

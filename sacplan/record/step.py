@@ -34,7 +34,7 @@ Mode = Literal["train", "inference"]
 class Step:
     """A model, its batch, its loss and its optimizer, ready to run.
 
-    Of several optimizers ``loss_fn`` gets them all, and runs the whole step.
+    If there are several optimizers, ``loss_fn`` gets them all, and runs the whole step.
     """
 
     model: torch.nn.Module
@@ -80,9 +80,9 @@ class Step:
         """Run the step: zero the gradients, forward, loss, backward, optimizer step.
 
         With accumulation it is the last of the micro-steps: the gradients that are there stay, and the backward pass
-        adds to them. That is the worst of them. What the first one has alive at any moment, a later one has too, and
-        all gradients besides; and the optimizer's step comes after the last. The caller sees to it that there are
-        gradients (``accumulate``).
+        adds to them. No micro-step has a higher peak: later ones have alive what the first one has, and all gradients
+        besides; and the optimizer's step comes after the last. The caller sees to it that there are gradients
+        (``accumulate``).
 
         In inference only the forward pass runs. Its output is returned, so that the caller decides how long it lives.
 
@@ -134,7 +134,7 @@ class Step:
     def setup(self, autocast: str | None = None) -> Setup:
         """Return how the step was set up.
 
-        To be read after it has run: a ``loss_fn`` may switch modes, and the default only then knows its form.
+        To be read after it has run: a ``loss_fn`` may switch modes, and the default loss knows its form only then.
         """
         loss = self.loss_fn.took if isinstance(self.loss_fn, DefaultLoss) else function_name(self.loss_fn)
         loss = "" if self.loss_fn is call_model else loss
@@ -245,7 +245,7 @@ def call_model(model: torch.nn.Module, batch: Any) -> Any:
 
 
 def resolve_batch(batch: Any) -> Any:
-    """Return the batch; one that is given as a callable is made by calling it, of a data loader it is the largest."""
+    """Return the batch that is given, that a callable makes, or that is the largest of a data loader."""
     if is_loader(batch):
         batch = LongestBatch(batch)()
     # A mapping may be callable as well, and is a batch all the same.
@@ -272,7 +272,7 @@ def part_of_batch(batch: Any, rows: int, parts: int) -> Any:
         )
 
     def part(t: torch.Tensor) -> torch.Tensor:
-        # Cloned: a view would have the storage of all of it.
+        # Cloned: a view would have the storage of the whole batch.
         return t[: rows // parts].clone() if t.dim() and len(t) == rows else t
 
     return batch if parts == 1 else tree_map_only(torch.Tensor, part, _as_tree(batch))
@@ -345,10 +345,10 @@ def check_model(model: Any) -> None:
 
 def inner_optimizer(optimizer: Any) -> Any:
     """Return the optimizer inside of a wrapper that is an ``Optimizer`` by its class only, as Accelerate's is."""
-    # The one inside has the state and takes the step. Wrappers may nest.
+    # The inner optimizer has the state and takes the step. Wrappers may nest.
     while isinstance(optimizer, torch.optim.Optimizer):
         inner = vars(optimizer).get("optimizer")
-        # One with state of its own, such as Lookahead, takes a step of its own.
+        # A wrapper with state of its own, such as Lookahead, takes a step of its own.
         if not isinstance(inner, torch.optim.Optimizer) or "state" in vars(optimizer):
             break
         optimizer = inner
@@ -356,7 +356,7 @@ def inner_optimizer(optimizer: Any) -> Any:
 
 
 def each_optimizer(optimizer: Any, make: Callable[[Any], Any]) -> Any:
-    """Return what is made of an optimizer, of each in a list, or of none."""
+    """Return what ``make`` returns for an optimizer; for a list, a tuple of it for each; None for None."""
     if isinstance(optimizer, (list, tuple)):
         if not optimizer or None in optimizer:
             found = ", ".join(type(one).__name__ for one in optimizer)
@@ -382,13 +382,13 @@ def make_optimizer(factory: Any, model: torch.nn.Module) -> torch.optim.Optimize
             "optimizer must be an optimizer or a callable `params -> optimizer`, not "
             f"{type(factory).__name__}."
         )
-    made = factory([p for p in model.parameters() if p.requires_grad])
-    if not isinstance(made, torch.optim.Optimizer):
+    optimizer = factory([p for p in model.parameters() if p.requires_grad])
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise TraceError(
-            f"the optimizer callable returned {type(made).__name__}, not a torch.optim.Optimizer."
+            f"the optimizer callable returned {type(optimizer).__name__}, not a torch.optim.Optimizer."
         )
-    check_optimizer(made, model)
-    return made
+    check_optimizer(optimizer, model)
+    return optimizer
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> None:

@@ -60,7 +60,7 @@ class Storages:
         self._rounded = spec.round_up
         self._host_bytes = spec.host_bytes
         self._alive: dict[int, weakref.ref[Any]] = {}
-        self._makers_output: dict[int, weakref.ref[torch.Tensor]] = {}  # what the op that made it returned
+        self._makers_output: dict[int, weakref.ref[torch.Tensor]] = {}  # storage to what its maker returned
         self._names: dict[int, set[str]] = {}  # of parameters and buffers, by key
         self._raw: dict[int, int] = {}  # bytes now, as torch says them
         self._lent: set[int] = set()  # on memory that PyTorch did not allocate, such as an array's
@@ -90,7 +90,7 @@ class Storages:
         """
         for storage in (part.untyped_storage() for part in plain_tensors(tensor)):
             known = self.ids.get(storage_key(storage))
-            # Tracked for the first time: in the step it appears with an event, before it or as ``initial`` without.
+            # Tracked for the first time: one that appears in the step gets an event, one from before is ``initial``.
             if known is None:
                 index = self.add(storage, kind)
                 if self.is_recording and not initial:
@@ -106,20 +106,20 @@ class Storages:
             storage = tensor.untyped_storage()
             names = self._names.setdefault(storage_key(storage), set())
             filled = tensor.numel() * tensor.element_size() == storage.nbytes()
-            names.update((name,) if alone and filled else ("", name))
+            names.update((name,) if alone and filled else ("", name))  # two: never ``fixed``
 
     def is_fixed(self, storage: Any) -> bool:
-        """Whether a storage is that of a single parameter that the device does not change, which fills it."""
+        """Whether a storage is filled by a single parameter, which the device does not change."""
         return len(self._names.get(storage_key(storage), ())) == 1
 
     @property
     def fixed(self) -> dict[int, str]:
-        """The names of such parameters by storage, of those that were there before the step."""
+        """By storage for which ``is_fixed`` holds, and that was there before the step, its parameter's name."""
         named = ((self.ids.get(key), names) for key, names in self._names.items())
         return {at: next(iter(names)) for at, names in named if at in self.initial and len(names) == 1}
 
     def leave_on_host(self, tensor: torch.Tensor, *, shard: bool = False) -> None:
-        """Count a tensor that is not in the device's memory as 0 bytes; ops on shards that are not run on the host."""
+        """Count a tensor that is not in the device's memory as 0 bytes; ``shard``: ops on it run on the host."""
         index = self.known(local_part(tensor))
         self.nbytes[index] = 0
         if shard:
@@ -130,14 +130,14 @@ class Storages:
         return self.ids.get(storage_key(local_part(tensor).untyped_storage())) in self.on_host
 
     def host_bytes_of(self, tensors: Sequence[torch.Tensor], storages: Sequence[int]) -> int:
-        """Return what an op moves that runs on the host, where its largest tensor is; 0 for one of the device."""
+        """Return the bytes that an op uses on the host; 0 if its largest tensor is on the device."""
         if self.on_host.isdisjoint(storages):
             return 0
-        _, largest = max((t.numel(), s in self.on_host) for t, s in zip(tensors, storages, strict=True))
-        return sum(self._raw[s] for s in self.on_host.intersection(storages)) if largest else 0
+        _, runs_there = max((t.numel(), s in self.on_host) for t, s in zip(tensors, storages, strict=True))
+        return sum(self._raw[s] for s in self.on_host.intersection(storages)) if runs_there else 0
 
     def track_alive(self, storages: Iterable[weakref.ref[Any]]) -> None:
-        """Count storages that are alive from the start, as far as they are."""
+        """Count storages as alive from the start, if they are still alive."""
         for storage in filter(None, (ref() for ref in storages)):
             if storage_key(storage) not in self.ids:
                 self.initial[self.add(storage, StorageKind.OTHER)] = None
@@ -158,7 +158,7 @@ class Storages:
         ]
 
     def gradients_left(self) -> list[weakref.ref[Any]]:
-        """Storages of gradients that are still alive, and those that no op made: buckets are there before the step."""
+        """Living storages of gradients, and those that no op made: buckets, which are there before the step."""
         return [
             ref
             for index, ref in self._alive.items()
@@ -173,7 +173,7 @@ class Storages:
         return self.ids[storage_key(tensor.untyped_storage())]
 
     def of(self, tensor: torch.Tensor) -> int:
-        """Return the storage of a tensor; one that is met for the first time is entered."""
+        """Return the storage of a tensor, entered if it is met for the first time."""
         storage = tensor.untyped_storage()
         index = self.ids.get(storage_key(storage))
         if index is None:  # it is there although no op was seen to make it
@@ -235,7 +235,7 @@ class Storages:
         """Enter a storage without an event, and wait for its end."""
         key = storage_key(storage)
         raw = storage.nbytes()
-        # In a real step autograd's zero tensors have their shapes inferred on the meta device.
+        # In a real step autograd infers shapes of its zero tensors on the meta device, so those count 0 bytes.
         nbytes = self._rounded(raw) if self.is_fake or storage.device.type != "meta" else 0
         if is_for_host(storage):
             nbytes, kind = self._host_bytes(raw), StorageKind.HOST
@@ -259,7 +259,7 @@ class Storages:
         """Note that a storage may have another size than before."""
         index, n_bytes = self.ids.get(storage_key(storage), -1), storage.nbytes()
         ref = self._alive.get(index)
-        # The storage itself, and not one that counts as it, such as that of a tensor that autograd has unpacked.
+        # Only of the storage itself, not of one that counts as it, such as that of a tensor that autograd has unpacked.
         if ref is None or ref() is not storage or n_bytes == self._raw[index]:
             return
         size = self._host_bytes if self.kinds[index] is StorageKind.HOST else self._rounded
@@ -273,14 +273,14 @@ class Storages:
             self.resizes.append((index, before, after))
 
     def add_unseen(self, nbytes: int, kind: StorageKind | None) -> int:
-        """Enter a storage that PyTorch makes without showing it: its end is for the caller to tell."""
+        """Enter a storage that PyTorch makes without showing it: the caller tells when it ends."""
         self.nbytes.append(nbytes)
         self.kinds.append(kind)
         self.born.append(self._phase() if self.is_recording else Phase.FORWARD)
         return len(self.nbytes) - 1
 
     def is_as_made(self, tensor: Any, storages: Sequence[int]) -> bool:
-        """Whether a tensor is the one that the op returned that made the first of these storages, or a view of it.
+        """Whether a tensor is what the maker of the first of these storages returned, or a view of that.
 
         An alias will not do: it may have a version counter of its own, as ``x.data`` has.
         """
@@ -296,7 +296,7 @@ class Storages:
 
         FakeTensorMode runs the op on a fake copy (``validate_and_convert_non_fake_tensors`` in
         ``torch/_subclasses/fake_tensor.py``), so a view of a real tensor lies on the storage of the copy. In a plain
-        step it is the same storage, and it is entered as such.
+        step that is the real tensor's storage, and it is entered as such.
         """
         real = [s for t, s in zip(taken, storages, strict=True) if not isinstance(t, FakeTensor)]
         self._real.update(real)

@@ -1,13 +1,13 @@
 """Streams of a step on a GPU: what runs side by side, and how long computation waits for collectives.
 
 A stream has a clock, which is where its last op ends. An op moves the clock of the stream that it runs on; an event is
-the time of a clock, and waiting for one moves a clock forward to it. What the clock of the default stream is moved by
-waiting is exposed time: it counts as time of the op that was waited for, and all other ops beside the default stream
+the time of a clock, and waiting for one moves a clock forward to that time. What the clock of the default stream is
+moved by waiting is exposed time: it counts as time of the op that was waited for, and all other ops on other streams
 take none. So the time of a step is the sum over its ops.
 
-The host is taken to run ahead. A collective runs on a stream of its group's own, after what was there before on the
+The host is taken to run ahead. A collective runs on a stream of its group's own, after what was issued before on the
 stream that it is called on. Any other stream than the default one waits for it. On the default stream the first op that
-uses its tensors waits. The host waits for a copy of memory that is not pinned: nothing is issued before its end.
+uses its tensors waits. The host waits for a copy of memory that is not pinned: nothing is issued before the copy ends.
 
 PyTorch says where it changes streams and waits through ``torch.cpu``'s streams, which do nothing by themselves.
 """
@@ -36,7 +36,7 @@ class Streams(ExitStack):
 
     Attributes:
         default: the stream of computation.
-        side: storages that were made beside the default stream, and the number of the stream.
+        side: storages that were made on other streams than the default one, to the stream's number.
     """
 
     def __init__(self, extend: Callable[[int, float], None]) -> None:
@@ -44,10 +44,10 @@ class Streams(ExitStack):
         self._extend = extend
         self.default: Any = torch.cpu.current_stream()
         self._now: dict[Any, float] = defaultdict(float)  # by stream, or by the ranks of a group
-        self._last: dict[Any, int] = {}  # by stream, the last collective
+        self._last: dict[Any, int] = {}  # by stream, the last collective, or before any the first op
         self.side: dict[int, int] = {}
         self._numbers: dict[Any, int] = {self.default: 0}
-        self._pending: dict[int, tuple[float, int]] = {}  # by storage, when it is there, and the collective
+        self._pending: dict[int, tuple[float, int]] = {}  # storage to its collective's end and op
 
     def __enter__(self) -> Streams:
         super().__enter__()
@@ -62,7 +62,7 @@ class Streams(ExitStack):
         return self
 
     def at(self, stream: Any) -> tuple[float, int]:
-        """Return the clock of a stream, and the collective that it ran last; -1 if it ran nothing."""
+        """Return the clock of a stream, and the op that a wait for it counts for; -1 if it ran nothing."""
         return self._now[stream], self._last.get(stream, -1)
 
     def wait(self, stream: Any, until: float, op: int) -> None:
@@ -92,11 +92,11 @@ class Streams(ExitStack):
         end = max(before, self._now[group] if group is not None else 0.0) + ms
         if group is not None:
             self._now[group] = end
-            if stream is self.default:
+            if stream is self.default:  # counts only as far as an op waits for it
                 self._pending.update(dict.fromkeys((*used, *made), (end, index)))
                 return 0.0
         self._now[stream] = end
-        if func in (TO_DEVICE, TO_HOST) and call.args[1]:
+        if func in (TO_DEVICE, TO_HOST) and call.args[1]:  # the host waits for the copy
             exposed = max(0.0, end - self._now[self.default])
             self._now[self.default] += exposed
             return exposed
@@ -104,7 +104,7 @@ class Streams(ExitStack):
 
 
 class _Event(torch.cpu.Event):
-    """A moment of a stream: the current one if none is given."""
+    """A moment of a stream; before one is recorded, a moment that is over."""
 
     def __init__(self, streams: Streams, stream: Any = None) -> None:
         self._streams = streams

@@ -10,7 +10,7 @@ from sacplan.core.program import Tensor
 from sacplan.record.seen_ops import SeenOp
 from sacplan.torch_compat.private import storage_key
 
-_StridedLayout = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # shape, stride, offset in the storage
+_StridedLayout = tuple[torch.dtype, torch.Size, tuple[int, ...], int]  # the last is the offset in the storage
 
 
 class TensorTable:
@@ -32,8 +32,8 @@ class TensorTable:
     def indices(
         self, tensors: Sequence[torch.Tensor], storages: Sequence[int], seen: SeenOp | None
     ) -> tuple[int, ...]:
-        """Number tensors on these storages; ``seen`` remembers the layouts where the op was looked up."""
-        # While unpacked tensors are alive, equal layouts may lie at different places of the recorded storages.
+        """Number tensors on these storages; ``seen`` remembers the layouts if the op was looked up."""
+        # Not those of ``seen`` while unpacked tensors are alive: equal ones may lie at different places of storages.
         if seen is None or self.offsets:
             layouts: Iterable[int] = map(self._layout_of, tensors)
         else:

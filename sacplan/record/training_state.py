@@ -26,11 +26,11 @@ class TrainingState:
     Args:
         storages, tensors: the recorder's.
         is_paused: tells whether an optimizer's step that runs now is not recorded.
-        on_gpu: whether the device has memory of its own, beside which optimizers keep some state in the host's.
+        on_gpu: whether the device has memory of its own, so that state that is kept in the host's does not count.
 
     Attributes:
         gradients: storage of a parameter to the tensor that is its gradient.
-        runs_closure: whether the last of these steps got a closure, which runs the step with gradients.
+        runs_closure: whether the optimizer's step that began last got a closure, which runs the step with gradients.
         stepped_on_host: identities of the parameters that an optimizer updates on the host, and keeps no gradient of.
         in_optimizer_step: how many steps of optimizers run, one inside of another: of a wrapper, and what it wraps.
     """
@@ -71,7 +71,7 @@ class TrainingState:
         if self.is_paused():
             return
         self.in_optimizer_step -= 1
-        # It may have made its state just now. Other optimizers, such as those inside of a wrapper, are not this step's.
+        # It may have made its state just now. Optimizers inside of a wrapper are not this step's.
         if any(optimizer is o for o in self._optimizers):
             self._track_state(optimizer)
 
@@ -114,9 +114,9 @@ class TrainingState:
                         self.storages.leave_on_host(part, shard=True)
 
     def mark_late_kinds(self) -> None:
-        """Say of storages that ops made which of them are gradients or the optimizer's state.
+        """Note which of the storages that ops made are gradients or the optimizer's state.
 
-        When such a storage is allocated nothing tells it from any other result.
+        When such a storage is allocated, nothing tells it from any other result.
         """
         self._mark_gradients()
         for optimizer in self._optimizers:

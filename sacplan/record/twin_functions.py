@@ -1,10 +1,10 @@
 """Functions that refer to a model, for a copy of the model.
 
-``copy.deepcopy`` takes functions as they are. So a hook of a module whose closure holds the model, or a function that a
+``copy.deepcopy`` does not copy functions. So a hook of a module whose closure holds the model, or a function that a
 module has as an attribute, would run on the user's model while the copy runs. Here a function gets a twin of the same
-code. In its closure, its defaults and the global variables that it names, whatever the copy has copied is replaced by
-its copy, and what leads to a module, a tensor or an optimizer besides is copied with it. All else stays the same
-object: a counter of the user's is the one that is written.
+code. In its closure, its defaults and the global variables that it names, what was copied with the model is replaced by
+its copy, and anything else that leads to a module, a tensor or an optimizer is copied, too. All else stays the same
+object: a function that counts writes to the user's counter.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TwinFunctions:
     """Functions of a model, and their twins.
 
     Args:
-        twins: by ``id`` of what the copy of the model has copied, the copy; the memo of ``copy.deepcopy``.
+        twins: ``id`` of what was copied with the model to its copy; the memo of ``copy.deepcopy``.
         copied: makes a deep copy with this memo.
     """
 
@@ -35,7 +35,7 @@ class TwinFunctions:
         self._twins = twins
         self._copied = copied
         self._held: tuple[type, ...] = (torch.optim.Optimizer, torch.nn.Module, torch.Tensor)
-        self._known: dict[int, Any] = {}  # twins are their own
+        self._known: dict[int, Any] = {}  # a twin is its own twin
         self._keep: list[Any] = []  # alive, so that no other object gets an id that is known
 
     def put_into(self, twin: torch.nn.Module, own: Callable[[Any], bool]) -> None:
@@ -50,7 +50,7 @@ class TwinFunctions:
                     holder[key] = self.of(value)
 
     def of_loss(self, loss_fn: Any) -> Any:
-        """Return a loss function that finds the copy, and what hooks of the copy write to; called last.
+        """Return a loss function that refers to the copy, and to what its hooks write to. To be called last.
 
         A teacher, or a trainer that holds the model, is not copied for it.
         """
@@ -58,27 +58,27 @@ class TwinFunctions:
         return self.of(loss_fn)
 
     def of(self, value: Any) -> Any:
-        """Return a function, or what it refers to, with twins in the place of what the copy has copied."""
+        """Return a function, or what it refers to, with twins in place of what was copied with the model."""
         for known in (self._known, self._twins):
             if id(value) in known:
                 return known[id(value)]
         if isinstance(value, functools.partial):
             keywords = {name: self.of(v) for name, v in value.keywords.items()}
-            found: Any = functools.partial(self.of(value.func), *map(self.of, value.args), **keywords)
-            vars(found).update(vars(value))
+            twin: Any = functools.partial(self.of(value.func), *map(self.of, value.args), **keywords)
+            vars(twin).update(vars(value))
         elif isinstance(value, types.MethodType):
-            found = types.MethodType(self.of(value.__func__), self.of(value.__self__))
+            twin = types.MethodType(self.of(value.__func__), self.of(value.__self__))
         elif isinstance(value, types.FunctionType):
-            found = self._of_function(value)
+            twin = self._of_function(value)
         elif isinstance(value, types.CellType):
-            found = self._of_cell(value)
+            twin = self._of_cell(value)
         elif isinstance(value, weakref.ref):
-            found = weakref.ref(self.of(value())) if id(value()) in self._twins else value
+            twin = weakref.ref(self.of(value())) if id(value()) in self._twins else value
         else:
-            found = self._copied(value) if self._leads_to_twins(value, self._held) else value
-        self._known[id(value)] = self._known[id(found)] = found
-        self._keep += (value, found)
-        return found
+            twin = self._copied(value) if self._leads_to_twins(value, self._held) else value
+        self._known[id(value)] = self._known[id(twin)] = twin
+        self._keep += (value, twin)
+        return twin
 
     def _of_function(self, function: types.FunctionType) -> types.FunctionType:
         self._known[id(function)] = function  # for one that refers to itself
@@ -89,21 +89,21 @@ class TwinFunctions:
         named = function.__kwdefaults__ or {}
         if not changed and all(self.of(v) is v for v in (*cells, *defaults, *named.values())):
             return function
-        # Only if one of them leads to the model: the function may write to the others.
+        # New globals only if one of them leads to the model, since the function may write to the others.
         known = {**function.__globals__, **changed} if changed else function.__globals__
-        found = types.FunctionType(
+        twin = types.FunctionType(
             function.__code__,
             known,
             function.__name__,
             tuple(map(self.of, defaults)),
             tuple(map(self.of, cells)),
         )
-        found.__kwdefaults__ = {name: self.of(value) for name, value in named.items()} or None
-        functools.update_wrapper(found, function)
-        return found
+        twin.__kwdefaults__ = {name: self.of(value) for name, value in named.items()} or None
+        functools.update_wrapper(twin, function)
+        return twin
 
     def _leads_to_twins(self, value: Any, held: tuple[type, ...] = ()) -> bool:
-        if not self._held and not isinstance(value, _CONTAINERS):
+        if not self._held and not isinstance(value, _CONTAINERS):  # of a loss function, see ``of_loss``
             return False
         return any(isinstance(v, held) or id(v) in self._twins for v in reachable(value))
 
@@ -112,7 +112,7 @@ class TwinFunctions:
             value = cell.cell_contents
         except ValueError:  # an empty one
             return cell
-        # The same cell where nothing changes, so that a counter of the user's is the one that is written.
+        # The same cell if nothing changes, since the function may write to it.
         twin = self.of(value)
         return cell if twin is value else types.CellType(twin)
 

@@ -33,7 +33,7 @@ class UnseenWrites:
         self._written.clear()
 
     def lost(self, tensors: Iterable[torch.Tensor], storages: Iterable[int]) -> list[int]:
-        """Return the ops whose outputs are among these tensors, and were written since by what is no op."""
+        """Return the ops whose outputs are among these tensors, and were written since by anything but an op."""
         found = []
         for t, storage in zip(tensors, storages, strict=True):
             written = self._written.get(storage)

@@ -49,8 +49,8 @@ def cleared_caches(model: torch.nn.Module) -> Iterator[None]:
 def branches_of_a_real_step() -> Iterator[None]:
     """Inside, transformers does not see that tensors are fake, and takes the branches it takes for real ones.
 
-    It looks at an attention mask's values to leave a mask out that masks nothing, which decides the attention
-    kernel, but not if the mask is a ``FakeTensor``. ``data_rules`` knows the values, or has a rule for them.
+    transformers leaves out an attention mask that masks nothing, which decides the attention kernel, but does not
+    look at the values of a ``FakeTensor``. ``data_rules`` knows the values, or has a rule for them.
     Private API of transformers (4.57 to 5): ``utils.import_utils.is_fake_tensor``.
     """
     module = sys.modules.get("transformers.utils.import_utils")
@@ -65,13 +65,13 @@ def branches_of_a_real_step() -> Iterator[None]:
 def no_fake_tensors_left(
     model: torch.nn.Module, loss_fn: Callable[..., Any]
 ) -> Iterator[Callable[[FakeTensorMode], None]]:
-    """After a fake step, take its fake tensors out of the user's objects. Yields what wants to know the mode.
+    """After a fake step, take its fake tensors out of the user's objects. Yields a function to call with the fake mode.
 
-    Whatever such a tensor came into gets its entries of before: the globals beside the model's classes, beside
-    ``loss_fn``, beside hooks and in what they import, attributes of these classes, variables of outer functions, and
-    the containers in all of these. Of anything else a ``SacplanWarning`` says that it holds one. The step's own objects
-    must be gone on exit, and the garbage collector be off: this looks at what was made since, and further only if
-    something is left.
+    Whatever such a tensor came into gets its earlier entries back: globals of the Python modules of the model's
+    classes, ``loss_fn`` and hooks, and of what these import, attributes of these classes, variables of outer functions,
+    and containers in all of these. For anything else a ``SacplanWarning`` says that it holds one. The step's own
+    objects must be gone on exit, and the garbage collector be off: this collects what was made since, and looks further
+    only if something is left.
     """
     # Three rounds, each only if the one before has left something. A mode dies with its last fake tensor, so a weak
     # reference to the mode tells at no cost that none is left:
@@ -87,11 +87,11 @@ def no_fake_tensors_left(
     try:
         yield lambda mode: modes.append(weakref.ref(mode))
     except BaseException:
-        for mode in alive():  # the traceback holds it, too
+        for mode in alive():  # also held by the traceback, so nothing is collected
             before.put_back(mode)
         raise
     if not alive():
-        return  # as most often
+        return  # the usual case
     gc.collect(1)  # what was made since the collector was switched off
     for mode in alive():
         before.put_back(mode)
@@ -143,7 +143,7 @@ class _Namespaces:
 
     def put_back(self, mode: FakeTensorMode) -> None:
         """Give names and containers their entries of before where fake tensors of this mode have come in."""
-        # Only where fake tensors have come in: the code may have put other things there, which are its own.
+        # Other new entries stay: they are the code's own.
         for container, copy in self._containers.values():
             if isinstance(container, dict):
                 for key in _changed(container, copy, mode):
@@ -261,7 +261,7 @@ def tensors_in_caches(model: torch.nn.Module) -> list[torch.Tensor]:
 def told_of_scripted(model: torch.nn.Module, scripted: tuple[str, ...], trace: str) -> Any:
     """Return a context for a step of a model with modules made by ``torch.jit.script`` or ``torch.jit.trace``.
 
-    A fake step cannot replace their tensors, which lie in C++. In a real one they are recorded as they are written.
+    A fake step cannot replace their tensors, which lie in C++. In a real step the modules are recorded as written.
     After a few calls TorchScript rewrites them: later steps may keep other tensors, and some fail under a mode.
 
     Raises:
@@ -270,17 +270,17 @@ def told_of_scripted(model: torch.nn.Module, scripted: tuple[str, ...], trace: s
     if not scripted:
         return contextlib.nullcontext()
     which = f"module {scripted[0]!r}" if scripted[0] else "the model"
-    made = f"{which} was made by torch.jit.script or torch.jit.trace"
+    origin = f"{which} was made by torch.jit.script or torch.jit.trace"
     instead = "Put the Python module that it was made of in its place (some packages have a switch for that)"
     if not scripted[0]:
-        raise TraceError(f"{made}, and nothing can be put around its ops. {instead}.")
+        raise TraceError(f"{origin}, and nothing can be put around its ops. {instead}.")
     if trace == "fake":
         raise TraceError(
-            f"{made}: its tensors lie in C++, where a fake step cannot replace them. {instead}, or use "
+            f"{origin}: its tensors lie in C++, where a fake step cannot replace them. {instead}, or use "
             'trace="real".'
         )
     warnings.warn(
-        f"{made}. TorchScript rewrites its code after a few calls, and then keeps other tensors, so the peak may be "
+        f"{origin}. TorchScript rewrites its code after a few calls, and then keeps other tensors, so the peak may be "
         f"off by some percent; a plan leaves it alone. {instead}.",
         SacplanWarning,
         stacklevel=5,
