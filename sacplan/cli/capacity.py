@@ -85,12 +85,12 @@ def _search(
         "plan": show.plan_facts(found.plan),
         "points": [point.figures() for point in found.points],
     }
-    # The order matters: if the fastest size is the answer itself, its row says the latter.
+    # The order matters: if the fastest size is also the answer, its row says "the answer".
     says = {found.fastest.batch_size: "the fastest of these", found.batch_size: "the answer"}
     rows = [
         point.figures()
         | {
-            # If no plan fits, this is the smallest peak that was reached, which is not that of a plan.
+            # If no plan fits, ``peak_bytes`` is the smallest peak that was reached, which no plan has.
             "peak_bytes": point.peak_bytes if point.fits else None,
             "says": says.get(point.batch_size, "") if point.fits else "does not fit",
         }

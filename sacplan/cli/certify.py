@@ -73,7 +73,7 @@ def certify(
         check_output(path, "plan", force=force)
     sizes = _read(lengths)
     spec = sources.device_of(asked.device)
-    # A target's own make_batch takes sizes, too, and cannot be called with a batch alone.
+    # A target's own make_batch takes sizes, too, so it is not called with a batch alone.
     options = hf if target.startswith(NAMED) else dataclasses.replace(hf, batch=None)
     loaded, make_batch = sources.sized_target("certify", target, spec, options)
     if loaded.facts:

@@ -37,7 +37,7 @@ _FACTS = (
 
 @dataclass(frozen=True, slots=True)
 class FitOptions(o.CapacityOptions):
-    """What is asked of ``fit`` beside a limit and a device."""
+    """What is asked of ``fit`` in addition to a limit and a device."""
 
     devices: Annotated[int | None, o.option("devices_to_fit")] = None
     sizes: Annotated[bool, o.option("sizes")] = True
@@ -79,7 +79,7 @@ class _Answer:
     most: int | None
 
     def result(self, sizes: bool) -> CommandResult:
-        """Return all of it."""
+        """Return the result of the command for one device."""
         found = self.found
         shown: list[Table | str] = [found.sentence, "", _table(self, sizes), *found.advice, *found.remarks]
         if line := self.facts["run"]:
@@ -94,11 +94,11 @@ def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _A
     from sacplan.integrations.hf.models import positions
     from sacplan.questions.on_ranks import read_devices
 
-    one, number = read_devices(device, asked.devices or 1)
-    spec = sources.device_of(one)
+    device_name, number = read_devices(device, asked.devices or 1)
+    spec = sources.device_of(device_name)
     loaded, make_batch = sources.sized_target("fit", target, spec, hf)
     seq = loaded.facts.get("seq")
-    # By name if it has one: rows and the recommended command use the name, and a target only has the function.
+    # By name if the target's facts have one, since rows and the recommended command use the name.
     optimizer: Any = loaded.optimizer
     if loaded.facts:
         optimizer = None if loaded.facts["optimizer"] == "none" else loaded.facts["optimizer"]
@@ -137,8 +137,9 @@ def _named(target: str, hf: ModelOptions) -> str:
 def of_length(make_batch: Callable[[int], Any], seq: int | None, batch: int, *sizes: int) -> Any:
     """Return a batch with another length of its sequences, height and width of its images, or all three.
 
-    It holds zeros: only shapes matter to the recording.
+    The batch holds zeros: only shapes matter to the recording.
     """
+    # ``sizes`` is a length, a height and a width, or all three.
     length = seq if len(sizes) == 2 else sizes[0]
     image = sizes[-2:] if len(sizes) > 1 else ()
 
@@ -160,7 +161,7 @@ def _command(target: str, found: Verdict, hf: ModelOptions, more: list[str]) -> 
     # Nothing fits, or no plan is needed.
     if best is None or best.way == "as it is":
         return ""
-    # The command line has no options for it.
+    # The command line has no options for this spread.
     if best.spread and not best.flags:
         return ""
     # With ``--mesh``, the batch is that of all ranks together; the verdict has that of each device.
@@ -198,12 +199,12 @@ def _devices(answers: list[_Answer], sizes: bool) -> Table:
 def _table(answer: _Answer, sizes: bool) -> Table:
     found = answer.found
     rows = found.shown(sizes)
-    # Each rank of a mesh has a buffer for each of its axes outside of the allocator.
+    # A rank has a buffer outside of the allocator for each axis of its mesh, so limits differ between meshes.
     has_limits = len({row.limit_bytes for row in rows}) > 1
     has_seq = sizes and found.seq is not None and found.devices == 1
 
     def cells(row: FitRow) -> dict[str, str]:
-        # A row that is the same as another one has its figures.
+        # A row that is the same as another one repeats no figures.
         peak, reserved, host = (
             format_bytes(n) if n and row.same_as is None else ""
             for n in (row.peak_bytes, row.reserved_bytes, row.host_bytes)
@@ -226,5 +227,5 @@ def _table(answer: _Answer, sizes: bool) -> Table:
 
 
 def _at_least(size: int | None, row: FitRow, most: int | None = None) -> str:
-    """Return a size; with a ``+`` where a plan for each size, as ``max-batch`` makes them, may find more."""
+    """Return a size, ``?`` if unknown; with a ``+`` where a plan for each size, as of ``max-batch``, may find more."""
     return "?" if size is None else f"{size}{'+' if size and row.techniques and size != most else ''}"

@@ -149,12 +149,12 @@ def rows_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
         for column in table_of(_COLUMNS)
         if column["table"] == name and any(row[column["figure"]] for row in rows)
     ]
-    made = Table(box=None, pad_edge=False, safe_box=True)
+    table = Table(box=None, pad_edge=False, safe_box=True)
     for column in columns:
-        made.add_column(column["title"], justify="right" if column["is_number"] else "left", overflow="fold")
+        table.add_column(column["title"], justify="right" if column["is_number"] else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(_cell(column["figure"], row[column["figure"]]) for column in columns))
-    return made
+        table.add_row(*(_cell(column["figure"], row[column["figure"]]) for column in columns))
+    return table
 
 
 def _cell(name: str, value: Any) -> str:
@@ -170,18 +170,18 @@ def _cell(name: str, value: Any) -> str:
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> Table:
-    """Make a table of labels and texts. A long text folds beside its label."""
+    """Make a table of labels and texts. A long text folds next to its label."""
     grid = Table.grid(Column(style="bold", overflow="fold"), Column(overflow="fold"), padding=(0, 2))
     for row in rows:
         grid.add_row(*row)
     return grid
 
 
-def _print_table(made: Table) -> None:
+def _print_table(table: Table) -> None:
     console = _console()
-    if made.show_header:
+    if table.show_header:
         # A line under the header is for people. In a pipe it would be one more line to skip.
-        made.box = box.SIMPLE_HEAD if console.is_terminal else None
+        table.box = box.SIMPLE_HEAD if console.is_terminal else None
     with console.capture() as text:
-        console.print(made)
+        console.print(table)
     typer.echo("\n".join(line.rstrip() for line in text.get().splitlines()))  # rich pads lines with blanks

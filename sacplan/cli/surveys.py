@@ -49,7 +49,7 @@ def frontier(
     profile = read.profile
     frame = sources.curve(profile, points, objective=objective, policies=policies, **allowed)
     if output is not None:
-        # Written beside the old file, which stays whole if this fails.
+        # Written next to the old file, which stays whole if writing fails.
         with replacing(output) as part:
             frame.to_csv(part, index=False)
     rows = frame.to_dict("records")
@@ -197,7 +197,7 @@ def show_file(file: Annotated[str, o.argument("saved_file")]) -> CommandResult:
     from sacplan.planning.reading import kept_sections, layer_facts, plan_sections
     from sacplan.planning.units import kept_by_layer
 
-    # Anything else is read as a plan, whose loader says what is wrong with it.
+    # Any file but a profile is read as a plan, whose loader says what is wrong with it.
     if is_ours(Path(file), "profile"):
         profile = sacplan.Profile.load(file)
         kept = kept_by_layer(profile.program)
