@@ -46,8 +46,8 @@ class NotInGraph(PlanError):
     """An op that a plan discards is in no graph of ``torch.compile``.
 
     Attributes:
-        units: the units that discard the op; the compiler broke the graph inside one of them.
-        ops: names of ops that the compiler traces as others.
+        units: those in which the compiler broke the graph; units that discard the same ops are listed together.
+        ops: names of discarded ops that the compiler traces as others.
     """
 
     def __init__(

@@ -226,12 +226,12 @@ class Graph:
 
     def ancestors(self, fqn: str) -> tuple[str, ...]:
         """Return the modules around this one, from the parent up to the root."""
-        found = []
+        around = []
         i = self._parent[self.index(fqn)]
         while i >= 0:
-            found.append(self.nodes[i].fqn)
+            around.append(self.nodes[i].fqn)
             i = self._parent[i]
-        return tuple(found)
+        return tuple(around)
 
     def match(self, names: Iterable[str], argument: str) -> frozenset[str]:
         """Resolve a user's names: exact fqns, with or without the root's as a prefix.

@@ -94,7 +94,7 @@ def sac_milp(
         world_size: ranks that parameters, gradients and optimizer state are divided by.
         ac_units: only these modules may be units; None for no such restriction. Names with or without the
             root's, matched whole.
-        fsdp_units: modules that strictly contain one of these may not be units.
+        fsdp_units: modules that strictly contain one of these cannot be units.
         choices: "reachable" takes one of a module's exactly reachable points. "continuous" takes any
             ratio on the piecewise linear fit. A graph in which no module has points, such as one of
             bare fits, is always continuous.

@@ -33,7 +33,7 @@ def module_info(
 
     As in the prototype of PR #137908, the activations of a module are those at the end of its forward
     and the activation gradients those at the peak of its backward, which need not coincide.
-    ``segments_of`` has what was alive together.
+    ``segments_of`` has what was alive at one moment.
     """
     boundaries = memory.liveness.at_boundaries
     spans = _backward_spans(memory)
@@ -207,8 +207,8 @@ def segments_of(program: Program) -> tuple[MemorySegment, ...]:
     def note(moment_kinds: Sequence[int], name: str) -> None:
         sharded = sum(moment_kinds[k] for k in _SHARDED)
         local = sum(moment_kinds) - sharded
-        known = largest.get(position)
-        if known is None or sharded + local > known.sharded_bytes + known.local_bytes:
+        largest_yet = largest.get(position)
+        if largest_yet is None or sharded + local > largest_yet.sharded_bytes + largest_yet.local_bytes:
             largest[position] = MemorySegment(position, sharded, local, name)
 
     note(next(moments).by_kind, "")

@@ -158,7 +158,7 @@ class CommandGroup(TyperGroup):
             code = INTERRUPTED
         except Exception as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
-                # sacplan devices | head -1: nobody reads on, and Python would complain when it flushes stdout.
+                # sacplan devices | head -1: the reader has gone, and Python would complain when it flushes stdout.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 code = 0
             else:

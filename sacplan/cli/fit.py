@@ -105,7 +105,7 @@ def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _A
     # No sequence beyond the model's positions is tried: it could not run.
     most = None if seq is None else positions(loaded.model)
     with stage("recording and planning", long=True), users_code(f"the step of {target}"):
-        found = sacplan.fit(
+        verdict = sacplan.fit(
             loaded.model, make_batch if seq is None else functools.partial(of_length, make_batch, seq), spec,
             loaded.loss_fn, optimizer, devices=number, batch=int(hf.batch or 1), seq=seq, longest=most,
             name=_named(target, hf), **given(asked, "device", "devices", *_OMITTED),
@@ -117,14 +117,14 @@ def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _A
         "command": "fit",
         "schema_version": SCHEMA_VERSION,
         **target_facts(loaded),
-        **facts_of(found, _FACTS),
-        "outside": [one._asdict() for one in found.outside],
-        "verdict": found.sentence,
-        "rows": [row.figures() for row in found.rows],
-        "recommended": found.recommended and found.recommended.figures(),
-        "run": _command(target, found, hf, more),
+        **facts_of(verdict, _FACTS),
+        "outside": [one._asdict() for one in verdict.outside],
+        "verdict": verdict.sentence,
+        "rows": [row.figures() for row in verdict.rows],
+        "recommended": verdict.recommended and verdict.recommended.figures(),
+        "run": _command(target, verdict, hf, more),
     }
-    return _Answer(found, facts, most)
+    return _Answer(verdict, facts, most)
 
 
 def _named(target: str, hf: ModelOptions) -> str:
@@ -153,11 +153,11 @@ def of_length(make_batch: Callable[[int], Any], seq: int | None, batch: int, *si
     return {name: resized(tensor) for name, tensor in make_batch(batch).items()}
 
 
-def _command(target: str, found: Verdict, hf: ModelOptions, more: list[str]) -> str:
+def _command(target: str, verdict: Verdict, hf: ModelOptions, more: list[str]) -> str:
     """Return the command line that makes the recommended plan; ``""`` if there is none."""
     from sacplan.techniques.registry import DEFAULT_TECHNIQUES
 
-    best = found.recommended
+    best = verdict.recommended
     # Nothing fits, or no plan is needed.
     if best is None or best.way == "as it is":
         return ""
@@ -165,13 +165,13 @@ def _command(target: str, found: Verdict, hf: ModelOptions, more: list[str]) -> 
     if best.spread and not best.flags:
         return ""
     # With ``--mesh``, the batch is that of all ranks together; the verdict has that of each device.
-    given = {**hf.given(), "batch": found.batch * (found.devices if "--mesh" in best.flags else 1)}
+    given = {**hf.given(), "batch": verdict.batch * (verdict.devices if "--mesh" in best.flags else 1)}
     # Other targets make their optimizer themselves, so no option could change it.
     if target.startswith(NAMED):
         given["optimizer"] = best.optimizer
-    words = ["sacplan", "plan", target, *o.written(given).split(), "--device", found.device]
-    words += [] if found.budget is None else ["--budget", found.budget]
-    words += [] if found.accumulation_steps == 1 else ["--grad-accum", str(found.accumulation_steps)]
+    words = ["sacplan", "plan", target, *o.written(given).split(), "--device", verdict.device]
+    words += [] if verdict.budget is None else ["--budget", verdict.budget]
+    words += [] if verdict.accumulation_steps == 1 else ["--grad-accum", str(verdict.accumulation_steps)]
     words += best.flags
     if best.techniques != DEFAULT_TECHNIQUES:
         words += [word for name in best.techniques for word in ("--technique", name)]
@@ -179,14 +179,14 @@ def _command(target: str, found: Verdict, hf: ModelOptions, more: list[str]) -> 
 
 
 def _devices(answers: list[_Answer], sizes: bool) -> Table:
-    """Return a line for each device: as it is, and with what is recommended."""
+    """Return a line for each device: without a plan, and with what is recommended."""
 
-    def cells(found: Verdict) -> dict[str, str]:
-        row = found.recommended or found.rows[0]
+    def cells(verdict: Verdict) -> dict[str, str]:
+        row = verdict.recommended or verdict.rows[0]
         return {
-            "device": found.device,
+            "device": verdict.device,
             "limit": format_bytes(row.limit_bytes),
-            "unplanned": "fits" if found.fits else f"no, by {found.rows[0].over}",
+            "unplanned": "fits" if verdict.fits else f"no, by {verdict.rows[0].over}",
             "best": f"{row.optimizer}, {row.way}" if row.fits else "nothing fits",
             "needs": format_bytes(row.reserved_bytes or row.peak_bytes),
             "step": "" if row.step_ms is None else f"{row.step_ms:.1f}",
@@ -197,11 +197,11 @@ def _devices(answers: list[_Answer], sizes: bool) -> Table:
 
 
 def _table(answer: _Answer, sizes: bool) -> Table:
-    found = answer.found
-    rows = found.shown(sizes)
+    verdict = answer.found
+    rows = verdict.shown(sizes)
     # A rank has a buffer outside of the allocator for each axis of its mesh, so limits differ between meshes.
     has_limits = len({row.limit_bytes for row in rows}) > 1
-    has_seq = sizes and found.seq is not None and found.devices == 1
+    has_seq = sizes and verdict.seq is not None and verdict.devices == 1
 
     def cells(row: FitRow) -> dict[str, str]:
         # A row that is the same as another one repeats no figures.

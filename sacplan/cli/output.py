@@ -67,7 +67,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 def _console(*, stderr: bool = False) -> Console:
     # In a pipe there is no terminal whose width could be asked for, and rich would take 80.
-    known = stderr or sys.stdout.isatty() or "COLUMNS" in os.environ
+    has_width = stderr or sys.stdout.isatty() or "COLUMNS" in os.environ
     # Under NO_COLOR rich still writes bold and dim. Without a color system it writes no escape codes at all.
     plain: dict[str, Any] = {"no_color": True, "color_system": None} if os.environ.get("NO_COLOR") else {}
     # Markup is off because names of modules may contain brackets.
@@ -76,7 +76,7 @@ def _console(*, stderr: bool = False) -> Console:
         highlight=False,
         markup=False,
         emoji=False,
-        width=None if known else _UNLIMITED,
+        width=None if has_width else _UNLIMITED,
         **plain,
     )
 

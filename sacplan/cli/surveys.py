@@ -143,23 +143,23 @@ def layouts(
             hf = dataclasses.replace(hf, batch=devices)  # every rank needs a sample
         loaded = load_target(target, sources.dtype_for(spec, target, hf))
     with stage("tracing and planning", long=True), users_code(f"the step of {target}"):
-        found = sacplan.layouts(
+        answer = sacplan.layouts(
             loaded.model, loaded.batch, devices, device=spec, loss_fn=loaded.loss_fn, optimizer=loaded.optimizer,
             **given(asked, "device"),
         )  # fmt: skip
     # ``best`` raises if no layout fits: there is no plan to save then, and one was asked for.
-    if output is not None and found.best.plan is not None:
-        save(found.best.plan, output, origin_of(loaded))
-    frame = found.to_frame()
+    if output is not None and answer.best.plan is not None:
+        save(answer.best.plan, output, origin_of(loaded))
+    frame = answer.to_frame()
     rows = frame.to_dict("records")
     facts = {
         "command": "layouts",
         **show.target_facts(loaded, output),
-        **show.facts_of(found, ("device", "devices", "batch_size", "budget_bytes", "refused")),
+        **show.facts_of(answer, ("device", "devices", "batch_size", "budget_bytes", "refused")),
         "rows": rows,
     }
-    notes = [f"not looked at: {reason}" for reason in found.refused] + show.saved("plan", output)
-    shown = show.sections_shown([found.in_words()], loaded.facts)
+    notes = [f"not looked at: {reason}" for reason in answer.refused] + show.saved("plan", output)
+    shown = show.sections_shown([answer.in_words()], loaded.facts)
     return CommandResult(facts, [*shown, "", rows_table("layouts", [_shown(row) for row in rows])], notes)
 
 

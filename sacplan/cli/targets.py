@@ -124,7 +124,7 @@ def _meant(text: str) -> str:
 
 
 def not_a_model(text: str, profile: str = "") -> TargetError:
-    """Return the error for a JSON file in the place of a model.
+    """Return the error for a JSON file in place of a model.
 
     ``profile`` is ``"a profile or "`` where a saved profile would do as well.
     """

@@ -356,8 +356,8 @@ def attention(spec: DeviceSpec, *args: Any, **kwargs: Any) -> Any:
 def _aligned(bias: torch.Tensor) -> torch.Tensor:
     """Pad the bias so that rows start at multiples of 8 elements, as ``preprocess_mask`` in ``attention.cpp`` does.
 
-    The padding counts: the padded bias is saved for the backward pass. As in
-    torch, a width that is a multiple of 8 already gets 8 more columns if another stride is not aligned.
+    The padding counts: the padded bias is saved for the backward pass. As in torch, a width that is a multiple of 8
+    already gets 8 more columns if another stride is not aligned.
     """
     # All rows start at aligned addresses already: the mask is used, and saved, without a copy.
     if bias.stride(-1) == 1 and all(stride % 8 == 0 for stride in bias.stride()[:-1]):

@@ -89,7 +89,7 @@ class OutOfDeviceMemory(Exception):
     """A request does not fit the device, even after all cached segments have gone back to the driver.
 
     Attributes:
-        needs: bytes that would have to be reserved, with those in use.
+        needs: bytes that would have to be reserved in all.
     """
 
     def __init__(self, needs: int) -> None:

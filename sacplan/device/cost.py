@@ -40,7 +40,7 @@ from sacplan.torch_compat.calls import Call as AnyCall
 from sacplan.torch_compat.host_memory import TO_DEVICE, TO_HOST
 from sacplan.torch_compat.ops import aten_names
 
-# Ops that launch no kernel: they look at metadata, or only allocate. Views are told by their schema.
+# Ops that launch no kernel: they look at metadata, or only allocate. Views are recognized by their schema.
 _FREE = aten_names("""
     empty empty_like empty_strided empty_permuted empty_quantized new_empty new_empty_strided _unsafe_view detach_
     lift_fresh resize_ set_ is_same_size is_pinned _has_compatible_shallow_copy_type _version sym_size sym_stride

@@ -106,7 +106,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if (expandable_segments() if expandable is None else expandable)
             else (self.first_step, self.steps)
         )
-        return max(each.max_memory_reserved for each in peaks)
+        return max(peak.max_memory_reserved for peak in peaks)
 
 
 def expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
@@ -134,7 +134,7 @@ def device_memory(program: Program) -> DeviceMemory:
 def reserved_bytes(program: Program, *, expandable: bool | None = None) -> int:
     """Return ``DeviceMemory.reserved_bytes`` of a program, of which only the setting asked for is played."""
     peaks = _played(program, expandable=expandable_segments() if expandable is None else expandable)
-    return max(each.max_memory_reserved for each in peaks)
+    return max(peak.max_memory_reserved for peak in peaks)
 
 
 WITH_RETRIES = "It still runs, with allocation retries: torch gives cached memory back, which takes time."
@@ -204,7 +204,7 @@ class Changes:
         renewed: by block that is alive when a step is over, the block that it becomes when the next step begins.
         staying: blocks that come in a step and stay, in order.
         added: with accumulation, by block of a gradient that is added to an earlier one, the block of the latter. The
-            first micro-step has no earlier gradient, and the block itself becomes it.
+            first micro-step has no earlier gradient, so the block itself becomes the gradient.
     """
 
     sizes: list[int]
@@ -400,7 +400,7 @@ class TrainingRun:
         self._evaluation: TrainingRun | None = None
 
     def step(self, changes: Changes) -> AllocatorPeaks:
-        """Run one step, and return its peaks; with accumulation two micro-steps, of which the second has the peaks."""
+        """Run one step, and return its peaks; with accumulation, those of the second of two micro-steps."""
         if changes.added:
             self.micro_step(changes, updates=False)
         return self.micro_step(changes, adds=bool(changes.added))

@@ -387,7 +387,7 @@ _SHORT = {
 """Names that people type for a device of the table, and what they should know about it."""
 
 _SIZED = ((50, "rtx-4090"), (math.inf, DEFAULT_DEVICE))
-"""For a device that is only a memory size: up to so many GiB, the device whose kernels and times it gets."""
+"""For a device given as a memory size: up to how many GiB it gets the kernels and times of which device."""
 
 _SIZE = re.compile(r"\d+(\.\d+)?\s*(g|gb|gib|m|mb|mib)", re.IGNORECASE)
 
@@ -402,7 +402,7 @@ def meant_by(name: str) -> str:
 
 
 def _of_size(name: str) -> DeviceSpec:
-    """Return a device with so much memory, ``"24GB"``, and kernels and times of one of the table.
+    """Return a device with memory of a size, ``"24GB"``, and kernels and times of one of the table.
 
     Raises:
         DeviceError: The size cannot be read.

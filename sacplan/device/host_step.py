@@ -34,7 +34,7 @@ def rank_step_ms(n_bytes: int, spec: DeviceSpec) -> float:
 
 
 def copy_ms(n_bytes: int, waits: bool, spec: DeviceSpec) -> float:
-    """Return the milliseconds of a copy between host and device, at half the rate if the host waits: not pinned."""
+    """Return the milliseconds of a copy between host and device; twice as many if the host waits (no pinned memory)."""
     return 1e3 * n_bytes / spec.host_link.bandwidth_bytes_per_s * (2 if waits else 1)
 
 

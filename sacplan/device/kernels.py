@@ -234,7 +234,7 @@ def fake_device(device: str | DeviceSpec | torch.device = DEFAULT_DEVICE) -> Ite
             model = Model()
             model(torch.randint(8192, (8, 1024))).sum().backward()   # nothing is computed
 
-    Yields the mode (``mode.from_tensor`` makes fakes of real tensors, which are not accepted otherwise).
+    Yields the mode (``mode.from_tensor`` makes fakes of real tensors, which are not accepted themselves).
     Shapes are static. :func:`active_device` says which device it is. Choose the dtype when the model is
     made: torch cannot cast a fake module with ``.to(dtype)``.
 

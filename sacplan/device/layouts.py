@@ -3,7 +3,7 @@
 Found by running PyTorch's op database on a CPU, forward and backward, for real and fake side by side
 (``python -m benchmarks.op_metadata``; ``benchmarks/results/op_metadata.json``). There are three causes.
 
-**Formulas in Python, in the place of the function that makes the outputs.** A structured op has such a function in C++,
+**Formulas in Python, in place of the function that makes the outputs.** A structured op has such a function in C++,
 which is the same for every device, and works on the meta device too. Almost all have a formula registered over it, and
 some of these differ: the mean of ``mse_loss`` lies in a storage as large as its input, since the function allocates the
 unreduced loss, and then makes it a scalar; with operands of mixed layouts it is TensorIterator that decides the strides
@@ -175,7 +175,7 @@ def _as_iterated(mode: FakeTensorMode, own: torch.Tensor, *operands: torch.Tenso
 
 
 _ITERATED = {1: aten.sgn.default, 2: aten.add.Tensor, 3: aten.addcmul.default}
-"""A structured elementwise op of so many operands."""
+"""By number of operands, a structured elementwise op."""
 
 
 def _in_larger_storage(mode: FakeTensorMode, own: torch.Tensor, elements: int) -> torch.Tensor:
@@ -306,7 +306,7 @@ def _itself(mode: FakeTensorMode, own: Any, tensor: Any) -> Any:
 
 
 _INSTEAD: dict[str, FakeKernel] = {"in C++": _in_cpp, "view": _view}
-"""Rules in the place of torch's own formula."""
+"""Rules in place of torch's own formula."""
 
 _RULES: dict[str, Rule] = {
     "batch norm": _batch_norm,

@@ -6,7 +6,7 @@ pass, which runs on another thread. They stay until the process ends. One stream
 multiplies on several has a pair for each. cuBLASLt, which adds a bias to a product, has workspaces of its own.
 
 A plan can change which products come first: ops that run again, and a loss in slices, multiply in the backward pass
-before the recorded step does, and a forward pass may be left without products. So each rewrite places them anew.
+before the recorded step does, and a forward pass may be left without products. So each rewrite places the workspaces.
 
 From torch 2.15 nothing stays: each product allocates its workspace and frees it
 (``kernel_workspace_bytes`` counts it there). Sizes: ``device/cublas.py``.

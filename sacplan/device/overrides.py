@@ -106,8 +106,8 @@ def _rms_norm(
 
 
 def _softmax(op: Any, fused: Any, spec: DeviceSpec, input: torch.Tensor, dim: int, dtype: Any = None) -> Any:
-    # CUDA casts float16 inside the kernel (``half_to_float``, ``SoftMax.cpp``). For all other
-    # inputs the composite casts first, which makes a copy.
+    # CUDA casts float16 inside the kernel (``half_to_float``, ``SoftMax.cpp``). Any other cast
+    # comes first, in the composite, and makes a copy.
     if input.dtype == torch.float16 and dtype == torch.float32:
         return fused(input, dim, True)
     return run_composite(op, input, dim, dtype)

@@ -310,7 +310,7 @@ class RealOp:
         return None
 
     def _rnn_workspace(self) -> torch.Tensor:
-        """Return a workspace that the forward op filled, which alone can; a wrong size is read out of bounds."""
+        """Return a workspace filled by the forward op, as no other can; a wrong size is read out of bounds."""
         a = self._by_name
         given = [a["input"], a["weight1"], a["weight2"], a["weight3"], a["weight4"], a["hx_"], a["cx_tmp"]]
         real = [self._value(t, f"rnn_{i}") for i, t in enumerate(given)]

@@ -39,7 +39,7 @@ def reduction_bytes(
     n_inputs = n_outputs = 1
     for size, out, _ in iterated:
         n_inputs, n_outputs = (n_inputs, n_outputs * size) if out else (n_inputs * size, n_outputs)
-    # ``reduction_on_fastest_striding_dimension``.
+    # Whether adjacent threads sum one result (``reduction_on_fastest_striding_dimension``), or several.
     along_rows = n_summed == len(iterated) or iterated[0][2] < iterated[n_summed][2]
     width, height = (n_inputs, n_outputs) if along_rows else (n_outputs, n_inputs)
     vector = 1

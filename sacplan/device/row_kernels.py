@@ -107,10 +107,10 @@ def _layer_norm_backward(call: Call) -> tuple[Kernel, ...]:
     """Two kernels that read gradient and input: for the input's gradient, and for those of weight and bias."""
     grad, x = tensor_bytes(call.args[0]), tensor_bytes(call.args[1])
     mask = call["output_mask"]
-    found = [Kernel("norm_backward", grad + 2 * x)] if mask[0] else []
+    launched = [Kernel("norm_backward", grad + 2 * x)] if mask[0] else []
     if any(mask[1:]):
-        found.append(Kernel("norm_backward", grad + x))
-    return tuple(found)
+        launched.append(Kernel("norm_backward", grad + x))
+    return tuple(launched)
 
 
 @kernels("aten::native_group_norm")
@@ -272,12 +272,12 @@ def _convolution(call: Call) -> tuple[Kernel, ...]:
     if kind == "convolution" and x.dtype == torch.float32 and not (on_matrix_units or channels_last):
         filters = [*weight.shape[2:], *a["stride"], *a["dilation"]]
         flops *= 16 / 36 if filters == [3, 3, 1, 1, 1, 1] else 1
-    found = [Kernel(kind, moved, flops=flops)] * n
+    launched = [Kernel(kind, moved, flops=flops)] * n
     if mask[2]:
-        found.append(Kernel("reduction", tensor_bytes(y)))
+        launched.append(Kernel("reduction", tensor_bytes(y)))
     if in_channels_last(x, weight):
         read = (x, weight, y) if backward else (x, weight)
-        found += [Kernel("strided", 2 * tensor_bytes(t)) for t in read if not _is_channels_last(t)]
+        launched += [Kernel("strided", 2 * tensor_bytes(t)) for t in read if not _is_channels_last(t)]
     elif on_matrix_units and not channels_last and not depthwise:
-        found.append(Kernel("strided", 2 * (tensor_bytes(y) + n * tensor_bytes(x)), launches=1 + n))
-    return tuple(found)
+        launched.append(Kernel("strided", 2 * (tensor_bytes(y) + n * tensor_bytes(x)), launches=1 + n))
+    return tuple(launched)

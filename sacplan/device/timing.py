@@ -66,21 +66,21 @@ class MeasuredTimes:
         if is_free(call.func):
             return 0, 0.0
         key = (self._name, torch.__version__, _settings(self._device), op_key(call))
-        known = _times.get(key)
-        if known is None:
+        ms = _times.get(key)
+        if ms is None:
             try:
                 if call.name in UNKNOWN_LAYOUT:
                     raise NotImplementedError("it takes another kernel's private data")
-                known = run_for_real(call, self._device, lambda op: _fastest_ms(op, self._device))
+                ms = run_for_real(call, self._device, lambda op: _fastest_ms(op, self._device))
             except RUN_ERRORS as error:
                 if self._device.type == "cuda":
                     _check_context(call.func, error)
-                known = self._stand_in(call, error)
+                ms = self._stand_in(call, error)
             # The operands of a large op would stay cached, and those of the next might not fit then.
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-            _times[key] = known
-        return call.flops, known
+            _times[key] = ms
+        return call.flops, ms
 
     def _stand_in(self, call: Call, error: Exception) -> float:
         if isinstance(error, SacplanError):  # not an op's refusal but ours, such as a lost context

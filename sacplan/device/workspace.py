@@ -179,7 +179,7 @@ def _worth_a_run(call: Call) -> bool:
 _TAKES_NUMBERS_AS_THEY_ARE = aten_names("""
     pow.Tensor_Scalar pow_.Scalar float_power_.Scalar lerp.Scalar lerp_.Scalar masked_fill.Scalar masked_fill_.Scalar
 """)
-"""Overloads of elementwise ops whose kernels take a number as it is, and make no tensor of it."""
+"""Overloads of elementwise ops whose kernels take a number itself, and make no tensor of it."""
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
@@ -187,8 +187,8 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: t
 def _number_bytes(call: Call) -> int:
     """Return the bytes of tensors that an elementwise op makes of Python numbers, and of their casts.
 
-    Numbers in the place of a tensor, and the operand of an overload for numbers, such as ``mul.Scalar`` of backward
-    formulas and ``rsub.Scalar`` of ``1 - x``. Other numbers, such as bounds and slopes, the kernel takes as they are.
+    Numbers in place of a tensor, and the operand of an overload for numbers, such as ``mul.Scalar`` of backward
+    formulas and ``rsub.Scalar`` of ``1 - x``. Other numbers, such as bounds and slopes, the kernel takes themselves.
     """
     func = call.func
     if torch.Tag.pointwise not in func.tags:

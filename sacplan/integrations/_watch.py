@@ -60,7 +60,7 @@ class PlannedTraining:
         tolerance: float = 0.05,
     ) -> None:
         self.plans = opened_plans(plan)
-        plan = self.plan = max(self.plans, key=lambda one: one.peak_bytes)
+        plan = self.plan = max(self.plans, key=lambda planned: planned.peak_bytes)
         self._check = check
         self._watch_steps = watch_steps
         self._tolerance = tolerance

@@ -47,8 +47,8 @@ _INTEGERS, _FLOATS = ("mask",), ("ids", "guidance")
 @functools.cache
 def known() -> dict[str, Any]:
     """Return the models by their names on the hub."""
-    found: dict[str, Any] = json.loads(Path(__file__).with_name("diffusers.json").read_bytes())
-    return found
+    models: dict[str, Any] = json.loads(Path(__file__).with_name("diffusers.json").read_bytes())
+    return models
 
 
 def build(target: str, asked: ModelOptions, place: str) -> Target:
@@ -63,7 +63,7 @@ def build(target: str, asked: ModelOptions, place: str) -> Target:
         TargetError: diffusers is missing, the name or the size is not known, or an option is not for such a model.
     """
     name, _, size = target.removeprefix(PREFIX).partition("@")
-    matches = [each for each in known() if name.lower() in (each.lower(), each.rpartition("/")[2].lower())]
+    matches = [full for full in known() if name.lower() in (full.lower(), full.rpartition("/")[2].lower())]
     if not matches:
         meant = did_you_mean(name, known(), PREFIX.__add__)
         raise hinted(
@@ -123,12 +123,12 @@ class DenoisingLoss:
 def _size(text: str, spec: dict[str, Any], target: str) -> tuple[int, int, int]:
     width, height, frames = spec["size"]
     if text:
-        found = re.fullmatch(r"(\d+)x(\d+)(?:x(\d+))?", text)
-        if found is None:
+        match = re.fullmatch(r"(\d+)x(\d+)(?:x(\d+))?", text)
+        if match is None:
             raise TargetError(
                 f"{target}: {text!r} is no size. Write {width}x{height}, or {width}x{height}x{frames}."
             )
-        width, height, frames = int(found[1]), int(found[2]), int(found[3] or frames)
+        width, height, frames = int(match[1]), int(match[2]), int(match[3] or frames)
     # Most models join 2 x 2 points of the autoencoder's output, each of which stands for 8 x 8 pixels: 16 in all.
     unit = max(16, spec["pixels"])
     if not width or not height or width % unit or height % unit:

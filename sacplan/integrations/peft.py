@@ -12,10 +12,10 @@
 
 ``from_pretrained`` quantizes weights while it loads them, so that there is nothing to quantize without weights. Here
 the same steps run on a model that exists, in the order in which people take them: transformers puts
-``bitsandbytes.nn.Linear4bit`` in the place of ``nn.Linear``, bitsandbytes quantizes each weight, ``peft`` prepares the
+``bitsandbytes.nn.Linear4bit`` in place of ``nn.Linear``, bitsandbytes quantizes each weight, ``peft`` prepares the
 model for training and adds the adapters. On the meta device none of this computes anything.
 
-A model that was loaded with ``from_pretrained(quantization_config=)`` needs none of this: profile it as it is.
+A model that was loaded with ``from_pretrained(quantization_config=)`` needs none of this: profile it directly.
 
 Tried with transformers 5.23, peft 0.21 and bitsandbytes 0.50.
 """
@@ -95,7 +95,7 @@ def with_lora(
 
 
 def _quantized(model: torch.nn.Module, quantization: BitsAndBytesConfig) -> torch.nn.Module:
-    """Put ``Linear4bit`` in the place of the linear layers, and quantize their weights."""
+    """Put ``Linear4bit`` in place of the linear layers, and quantize their weights."""
     transformers, bitsandbytes = library("transformers"), library("bitsandbytes")
     kind: type = transformers.PreTrainedModel
     if not isinstance(model, kind):
@@ -122,7 +122,7 @@ def _quantized(model: torch.nn.Module, quantization: BitsAndBytesConfig) -> torc
         if issubclass(layer.source_cls, transformers.pytorch_utils.Conv1D):
             weight = weight.T
         packed = bitsandbytes.nn.Params4bit(weight, requires_grad=False, **vars(layer.weight))
-        # Not ``packed.to(device)``, which leaves a weight on the meta device as it is.
+        # Not ``packed.to(device)``, which leaves a weight on the meta device unpacked.
         packed._quantize(weight.device)
         layer.weight, layer.bias = packed, replaced.bias
     # bitsandbytes keeps the map of the first quantization for all later ones, to which one without data is of no use.

@@ -78,7 +78,7 @@ def module_rows(profile: Profile, plan: Plan | None = None) -> list[ModuleRow]:
     """Return what each module keeps and discards, in the order of execution."""
     with_plan = planned(profile, plan)
     chunks = () if plan is None else plan.chunks
-    # With the chunks, but without recomputation. A step that is compiled with the plan is only there with all of it.
+    # With the chunks, but without recomputation. A step that is compiled exists only with the whole plan.
     program = with_plan if profile.runs_compiled else profile.with_plan(chunks)
     by_module = _by_module(program, with_plan)
     written = {s: op.name for op in program.ops if op.phase != Phase.OPTIMIZER for s in op.mutates}

@@ -85,7 +85,7 @@ def _made_with(plan: Plan | None) -> str:
 
 
 def _chunks(profile: Profile, plan: Plan) -> dict[str, Any] | None:
-    """Return what a plan runs in slices, or why the loss cannot. None for a plan that may not use chunks."""
+    """Return what a plan runs in slices, or why the loss cannot run so. None for a plan without the technique."""
     if "chunk" not in plan.provenance.techniques:
         return None
     trains = profile.mode == "train"
