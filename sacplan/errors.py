@@ -89,7 +89,7 @@ class InfeasibleBudget(SacplanError):
         self.binding = binding
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By default only ``args`` are pickled, and the constructor would lack its keyword arguments.
+        # By default only ``args`` are pickled, without the keyword arguments.
         return functools.partial(type(self), **vars(self)), self.args
 
 

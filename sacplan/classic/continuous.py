@@ -23,7 +23,7 @@ from sacplan.solvers.mip import LinearProgram, LinearSolution
 
 _SCALE = 1000.0  # coefficients are scaled to this size
 _SLACK = 1e-6  # by how much rows are relaxed: a solver must not call a plan infeasible that just fits
-_ROUNDS = 8  # solves at most: one, and more for bytes that a tolerance hid
+_ROUNDS = 8  # solves: one, and more for what a tolerance hid
 
 
 def solve_continuous(tree: UnitTree, budget_bytes: int, options: Milp) -> TreeSolution:
@@ -109,7 +109,7 @@ class _LinearProgram:
 
     def _cliques(self) -> None:
         """Allow at most one unit on each path from the root."""
-        # The row of an innermost unit has all units around it, which need no rows of their own.
+        # The row of an innermost unit covers those around it.
         around = {above for unit in self._tree.units for above in unit.above}
         for i, unit in enumerate(self._tree.units):
             if unit.above and i not in around:

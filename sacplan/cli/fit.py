@@ -139,7 +139,7 @@ def of_length(make_batch: Callable[[int], Any], seq: int | None, batch: int, *si
 
     The batch holds zeros: only shapes matter to the recording.
     """
-    # ``sizes`` is a length, a height and a width, or all three.
+    # ``sizes``: length; height and width; or all three.
     length = seq if len(sizes) == 2 else sizes[0]
     image = sizes[-2:] if len(sizes) > 1 else ()
 
@@ -199,7 +199,7 @@ def _devices(answers: list[_Answer], sizes: bool) -> Table:
 def _table(answer: _Answer, sizes: bool) -> Table:
     verdict = answer.found
     rows = verdict.shown(sizes)
-    # A rank has a buffer outside of the allocator for each axis of its mesh, so limits differ between meshes.
+    # A rank has a buffer outside of the allocator for each axis of its mesh, so meshes differ in limits.
     has_limits = len({row.limit_bytes for row in rows}) > 1
     has_seq = sizes and verdict.seq is not None and verdict.devices == 1
 

@@ -50,7 +50,7 @@ from sacplan.device.caching_allocator import (
 ZeroGrad = Literal["step", "backward"]
 
 _STEPS = 8
-"""Steps after the first, at most. Two are enough for most programs, but some reserve one more segment in each step."""
+"""Steps after the first, at most. Two are usually enough, but some programs reserve one more segment in each."""
 
 _STREAMS = {"fsdp.all_gather_copy_in.default": 1, "c10d._reduce_scatter_base_.default": 2}
 """Ops that allocate on a stream of their own: ``foreach_all_gather`` and ``foreach_reduce`` in torch's
@@ -196,7 +196,7 @@ class Changes:
         sizes: bytes of each block.
         streams: stream of the blocks that are not on the main one.
         model: blocks that are there before the first step.
-        given: blocks that each step is given, such as the batch: the next step has others.
+        given: blocks that each step is given, such as the batch.
         state: blocks that come when the optimizer's ``step`` begins for the first time.
         forward, backward, optimizer: changes of a step until its backward pass begins, until the optimizer's ``step``
             begins, and from then on. A change is a block that is allocated, or ``~block`` for one that is freed.
@@ -238,7 +238,7 @@ def changes_of(program: Program) -> Changes:
     optimizer_at = reader.begins.get(Phase.OPTIMIZER, end)
     backward_at = min(reader.begins.get(Phase.BACKWARD, end), optimizer_at)
     elsewhere = reader.workspaces.union(initial)
-    # What the step makes and has not freed when it is over.
+    # What the step has made and not freed.
     left = {s: block for s, block in reader.block_of.items() if block not in elsewhere}
     # A tensor from before the step may be freed in it and replaced by a new one, as some of Adafactor's state is. The
     # next step then begins with the new one. A tensor without a replacement is given to each step, as the batch is.
@@ -328,7 +328,7 @@ class BlockReader(Fold):
             return
         op = self.program.ops[arg]
         self.begins.setdefault(op.phase, len(self.changes))
-        # The op before gave the old version's block to the new one, but the old one is still held: it needs another.
+        # The old version gave its block to the new one, but is still held: it needs another.
         if self._overwritten >= 0 and self.holders[self._overwritten]:
             self._allocate(self._overwritten)
         self._overwritten = -1
@@ -412,7 +412,7 @@ class TrainingRun:
         """
         if self._evaluation is None:
             self._evaluation = inner = TrainingRun(self.allocator)
-            # Not ``_NOTHING`` itself: the model is not allocated again, and neither are the libraries' workspaces.
+            # Not ``_NOTHING`` itself, so that the model is not allocated again, nor are the libraries' workspaces.
             inner.changes = dataclasses.replace(_NOTHING, staying=self.changes.staying)
             inner.blocks = {
                 index: self.blocks[index] for index in self.changes.staying if index in self.blocks
@@ -429,7 +429,7 @@ class TrainingRun:
             adds: Whether it adds to the gradients of the micro-step before; else it drops them.
             updates: Whether the optimizer steps.
         """
-        # Training goes on after an evaluation, whose blocks go, except those that it shares with the training.
+        # Training goes on: the blocks of an evaluation go, except those that it shares.
         if self._evaluation is not None:
             ours = set(self.blocks.values())
             self._free(block for block in self._evaluation.blocks.values() if block not in ours)
@@ -447,7 +447,7 @@ class TrainingRun:
         for new, old in last.renewed.items():
             if new in blocks:  # it is not if the optimizer did not step
                 blocks[old] = blocks.pop(new)
-        # A workspace has another index in each program, since what a plan adds comes first; their order is the same.
+        # Between programs, workspaces differ in index, since what a plan adds comes first, but not in order.
         held = [blocks.pop(index) for index in last.staying if index in blocks]
         blocks.update(zip(changes.staying, held, strict=False))
         allocator.peak_allocated_bytes = allocator.allocated_bytes
@@ -467,7 +467,7 @@ class TrainingRun:
                 self._change(changes.state)
                 self._has_state = True
             self._change(changes.optimizer)
-        else:  # the optimizer's changes do not happen, but what the passes made is freed, such as the loss
+        else:  # no update, but what the passes have made is freed, such as the loss
             stays = changes.renewed.values()
             self._change([i for i in changes.optimizer if i < 0 and ~i in blocks and ~i not in stays])
         return AllocatorPeaks(allocator.peak_allocated_bytes, allocator.reserved_bytes)

@@ -24,7 +24,7 @@ for steps of a loop that does not wait, which it did), and one of t5-base on a d
 - What the CPU needs for copies of offloading and for waiting on them is not counted.
 - Without autograd, tinynet_e's 225 ops take 4.5 ms on an RTX 4090, which is a bound.
 
-The same step on another day's H100 took up to a half longer, so for any one host the figures are no better than that.
+The same step on another day's H100 took up to a half longer, so the figures are no better than that for any one host.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def eager_ms(
         program: the step.
         without: a phase that is left out, as the optimizer's is in all micro-steps but one.
         waited: whether the loop waits for the GPU between steps.
-        checkpointed: whether it is ``torch.utils.checkpoint`` that runs ops again, as a forward pass does, not a plan.
+        checkpointed: whether ``torch.utils.checkpoint``, and no plan, runs ops again, as a forward pass does.
     """
     ops = (program.ops[arg] for code, arg in program.events if code == Event.OP)
     ran = [op for op in ops if op.phase != without]
@@ -68,7 +68,7 @@ def eager_ms(
             if op.name.rpartition(".")[0] in _ASKS or (waited and op is ran[0]):
                 issued = done = max(issued, done)
             issued += op.runs * share * _issue_us(op, watched_us, again_us)
-            # The GPU ends after all of the op's work, and after its last run, which begins when it is issued.
+            # The GPU does all of the op's work, and the last run only after it is issued.
             if op.time_ms:
                 done = max(done + op.time_ms, issued + op.time_ms / op.runs)
     return done - before
@@ -77,7 +77,7 @@ def eager_ms(
 def _issue_us(op: Op, watched_us: float, again_us: float) -> float:
     """Return the CPU's microseconds for an op; 0.0 if the GPU has nothing to do for it, or waits for another stream.
 
-    ``time_ms`` of a collective is only how long the GPU waits for it, so that 0 does not mean no work for the CPU.
+    ``time_ms`` of a collective is only what the GPU waits for it, and may be 0.
     """
     if op.name.startswith("sacplan.") or not (op.time_ms or op.name.startswith("c10d.")):
         return 0.0

@@ -16,7 +16,7 @@ elementwise op left in its first dimension, and all that follows is laid out by 
 view and ``empty_like`` has the strides of C++ for such sizes: ``elementwise_kernels``.
 
 **Formulas that were never right**, for ops that are not structured. Each has a rule below, which is read from code that
-all devices run, or from a CPU's kernel; of the kernels of other devices nothing is known then.
+all devices run, or from a CPU's kernel; of other devices' kernels nothing is known.
 
 ``layouts.csv`` lists the ops with their rules, all but those of elementwise ops, which are the same for each.
 """

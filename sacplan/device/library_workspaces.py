@@ -89,8 +89,8 @@ def _first_products(program: Program, *uses: str) -> Mapping[int, Sequence[str]]
         # Ops run again where autograd asks for a value, which may be before the first gradient is computed.
         in_backward = op.phase == Phase.BACKWARD or op.recomputes >= 0
         first_at.setdefault("backward" if in_backward else "forward", position)
-        # No workspace was seen for biased products that run again in the backward pass. An op in slices, whose inputs
-        # are unknown, is taken to have a bias of one dimension.
+        # No workspace was seen for biased products that run again in the backward pass. An op in slices has unknown
+        # inputs, and is taken to have one.
         may_add = "bias" in uses and name in WITH_BIAS and not in_backward
         if may_add and not (op.inputs and len(program.tensors[op.inputs[0]].shape) > 1):
             first_at.setdefault("bias", position)

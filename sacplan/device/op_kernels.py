@@ -61,7 +61,7 @@ class Kernel:
 
 @dataclass(eq=False)
 class Call(AnyCall):
-    """One call of an op, with the tensors that it reads and those that it writes.
+    """One call of an op, with what it reads and writes.
 
     Attributes:
         tf32: whether matrix units take its float32 operands, as TF32.

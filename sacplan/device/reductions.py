@@ -50,7 +50,7 @@ def reduction_bytes(
         width //= 4
     block_width, block_height = _block(width, height, _MAX_THREADS // vector)
     step_in, step_out = (block_width, 1) if along_rows else (1, block_width)
-    # The terms of a result are too few for several warps: one block sums it.
+    # The terms of a result are too few for several warps.
     if -(-n_inputs // step_in) < min(block_height * 16, _MAX_VALUES):
         return ()
     values = -(-n_inputs // (step_in * block_height))

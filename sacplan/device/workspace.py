@@ -78,8 +78,8 @@ def measured_workspace_bytes(call: Call) -> int:
     if not _worth_a_run(call):
         return _number_bytes(call)
     key = (torch.__version__, torch.get_num_threads(), torch.backends.mkldnn.enabled, op_key(call))
-    # In a real step each call has values of its own. A result for made-up values must not stand for them, nor
-    # the reverse, so neither is kept.
+    # In a real step each call has values of its own. The result of made-up ones must not stand for them, nor
+    # the reverse.
     by_values = call.func._schema.name in _BY_VALUES and active_fake_mode() is None
     known = None if by_values else _known.get(key)
     if known is None:

@@ -183,7 +183,7 @@ class PeakWatch:
             return
         self._running = False
         self._judge(self._meter.end())
-        # On a CPU the peaks are known only when the profiler stops, so it stops after the last watched step.
+        # On a CPU peaks are known only when the profiler stops, so it stops after the last step.
         if not self._left:
             self.finish()
 
@@ -266,7 +266,7 @@ class _OnCpu:
 
     def finish(self) -> list[int]:
         self._stop()
-        # A step that began and did not end has own bytes and no rise: ``zip`` leaves it out.
+        # ``zip`` leaves out a step that began and did not end: it has no rise.
         return [own + rise for own, rise in zip(self._own_bytes, _rises(self._profiler), strict=False)]
 
 
