@@ -43,11 +43,11 @@ class PlanError(SacplanError):
 
 
 class NotInGraph(PlanError):
-    """What a plan discards is no part of a graph of ``torch.compile``.
+    """An op that a plan discards is in no graph of ``torch.compile``.
 
     Attributes:
-        units: the compiler broke the graph inside one of these units, which discard the same ops.
-        ops: names of ops in whose place the compiler traces others.
+        units: those in which the compiler broke the graph; units that discard the same ops are listed together.
+        ops: names of discarded ops that the compiler traces as others.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class RecipeError(SacplanError, RuntimeError):
 
 
 class ChunkError(SacplanError, RuntimeError):
-    """A chunk cannot do what the step asks of it: something it reads was changed, or a tensor cannot be lazy there."""
+    """A chunk cannot do what the step asks of it: something it reads was changed, or a tensor in it cannot be lazy."""
 
 
 class InfeasibleBudget(SacplanError):
@@ -89,7 +89,7 @@ class InfeasibleBudget(SacplanError):
         self.binding = binding
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # By default only positional arguments are pickled.
+        # By default only ``args`` are pickled, without the keyword arguments.
         return functools.partial(type(self), **vars(self)), self.args
 
 

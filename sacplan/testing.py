@@ -58,11 +58,10 @@ def assert_step_fits(
     Args:
         model, batch, loss_fn, optimizer, mode, trace: as for ``sacplan.profile``. With a plan, the mode is that of
             the plan.
-        device: the one that the step must fit on, see ``sacplan.devices()``. May be left out with a plan, which names
-            its device.
+        device: the device that the step must fit, see ``sacplan.devices()``. By default that of the plan.
         budget: for the peak of the step. A number is GiB; a string has a unit (``"20GiB"``), or is a share of the
-            unplanned peak (``"60%"``). None: the step must fit the device, as for ``sacplan.plan``. On a GPU, what
-            torch reserves counts then, not the peak alone.
+            unplanned peak (``"60%"``). None: the step must fit the device, as for ``sacplan.plan``. On a GPU, all
+            that torch reserves must then fit, not only the peak.
         plan: run the step with this plan, as ``sacplan.apply`` would apply it. With a plan for several ranks, the peak
             is that of one rank.
         accumulation_steps: as for ``sacplan.profile``; by default those of the plan, or 1.
@@ -80,7 +79,7 @@ def assert_step_fits(
 
     Warns:
         SacplanWarning: a training step without an optimizer, whose state is then missing from the peak; or a plan of a
-            step that was set up otherwise.
+            step with another setup.
         SumOfOutputsWarning: a training step that trains the sum of the outputs, for want of a loss.
     """
     __tracebackhide__ = True
@@ -88,56 +87,56 @@ def assert_step_fits(
     if plan is not None:
         plan.fingerprint.check_model(model)
         device, mode = plan.device if device is None else device, plan.provenance.mode
-    # Only without a plan: a plan names its device.
+    # Still None only without a plan, which would name its device.
     if device is None:
         raise PlanError('name the device that the step is to fit on, for example device="rtx-4090".')
     routing: Routing = "balanced" if plan is None else plan.fingerprint.setup.routing
     if accumulation_steps is None:
         accumulation_steps = 1 if plan is None else plan.fingerprint.setup.accumulation_steps
-    found = trace_step(StepRequest(
+    profile = trace_step(StepRequest(
         model, batch, loss_fn, optimizer, device, "cost-model", trace,
         mode=mode, ranks=ONE_RANK if plan is None else plan.ranks, accumulation_steps=accumulation_steps,
         routing=routing,
     ))  # fmt: skip
-    warn_of_step(found, stacklevel=3)
-    # A budget given as a share is one of the unplanned peak of one rank.
+    warn_of_step(profile, stacklevel=3)
+    # A budget given as a share is a share of the unplanned peak of one rank.
     limit = Limit(budget)
-    room = limit.room_of(found)  # before anything is planned: the budget may be one that cannot be read
-    if found.has_no_optimizer:
-        missing = no_optimizer(found.program, found.spec)
+    room = limit.room_of(profile)  # before planning: raises if the budget cannot be read
+    if profile.has_no_optimizer:
+        missing = no_optimizer(profile.program, profile.spec)
         warnings.warn(f"{missing}. Give the optimizer=.", SacplanWarning, stacklevel=3)
-    program = found.program
+    program = profile.program
     if plan is not None:
-        program = planned(found, plan)
-        warn_of(plan.fingerprint.setup.differences(found.fingerprint.setup), stacklevel=3)
+        program = planned(profile, plan)
+        warn_of(plan.fingerprint.setup.differences(profile.fingerprint.setup), stacklevel=3)
     if program.footprint.peak_bytes > room.for_peak(program):
-        raise AssertionError(_lines(_report(found, plan, program, room, limit)))
-    return found
+        raise AssertionError(_lines(_report(profile, plan, program, room, limit)))
+    return profile
 
 
-def _report(found: Profile, plan: Plan | None, program: Program, room: Room, limit: Limit) -> Iterator[str]:
+def _report(profile: Profile, plan: Plan | None, program: Program, room: Room, limit: Limit) -> Iterator[str]:
     """Yield paragraphs on what is wrong, where, and what to try."""
     budget_bytes = room.for_peak(program)
-    yield from _verdict(found, program.footprint.peak_bytes, budget_bytes)
+    yield from _verdict(profile, program.footprint.peak_bytes, budget_bytes)
     if room.is_reserved:
-        yield _in_room(found, program, room)
+        yield _in_room(profile, program, room)
     if plan is not None:
-        yield f"This is with the plan; without it, the peak is {format_bytes(found.peak_bytes)}."
-    yield peak_in_words(found, program)
-    outcome = outcome_of(Request(limit), found, looks_further=True)
+        yield f"This is with the plan; without it, the peak is {format_bytes(profile.peak_bytes)}."
+    yield peak_in_words(profile, program)
+    outcome = outcome_of(Request(limit), profile, looks_further=True)
     if outcome.plan is None:
         yield f"No plan helps: {outcome.error}"
     else:
-        made = outcome.plan
+        fitting = outcome.plan
         yield (
-            f"sacplan.plan finds a plan that holds it: peak {format_bytes(made.peak_bytes)}, and the step takes "
-            f"{made.recompute_ms + made.added_ms:.3g} ms more."
+            f"sacplan.plan finds a plan that holds it: peak {format_bytes(fitting.peak_bytes)}, and the step takes "
+            f"{fitting.recompute_ms + fitting.added_ms:.3g} ms more."
         )
 
 
-def _in_room(found: Profile, program: Program, room: Room) -> str:
-    """Say how the limit came about that a GPU has for the peak of a step."""
-    spec, reserved = found.spec, reserved_bytes(program)
+def _in_room(profile: Profile, program: Program, room: Room) -> str:
+    """Say what takes up the memory of the GPU, for a step without a budget."""
+    spec, reserved = profile.spec, reserved_bytes(program)
     expandable = reserved_bytes(program, expandable=True)
     helps = ""
     if expandable <= room.n_bytes < reserved:
@@ -150,19 +149,19 @@ def _in_room(found: Profile, program: Program, room: Room) -> str:
     )
 
 
-def _verdict(found: Profile, peak: int, budget_bytes: int) -> Iterator[str]:
-    rank = " on each rank" if found.ranks.devices > 1 else ""
+def _verdict(profile: Profile, peak: int, budget_bytes: int) -> Iterator[str]:
+    rank = " on each rank" if profile.ranks.devices > 1 else ""
     yield (
-        f"the step of {found.fingerprint.model_class} takes {format_bytes(peak)}{rank} on {found.device}: "
+        f"the step of {profile.fingerprint.model_class} takes {format_bytes(peak)}{rank} on {profile.device}: "
         f"{format_difference(peak, budget_bytes)} over the budget of {format_bytes(budget_bytes)} ({peak} bytes "
         f"against {budget_bytes})."
     )
-    yield f"Batch: {found.fingerprint.batch_in_words}. Recorded with {found.fingerprint.setup}."
-    yield from (f"Note: {sentence}." for sentence in found.assumptions)
+    yield f"Batch: {profile.fingerprint.batch_in_words}. Recorded with {profile.fingerprint.setup}."
+    yield from (f"Note: {sentence}." for sentence in profile.assumptions)
 
 
 def _lines(paragraphs: Iterable[str]) -> str:
-    """Wrap paragraphs."""
+    """Return the paragraphs as one text, wrapped at ``_WIDTH``."""
     return "\n".join(
-        line for one in paragraphs for line in textwrap.wrap(one, _WIDTH, subsequent_indent="  ")
+        line for text in paragraphs for line in textwrap.wrap(text, _WIDTH, subsequent_indent="  ")
     )

@@ -23,7 +23,7 @@ from sacplan.solvers.mip import LinearProgram, LinearSolution
 
 _SCALE = 1000.0  # coefficients are scaled to this size
 _SLACK = 1e-6  # by how much rows are relaxed: a solver must not call a plan infeasible that just fits
-_ROUNDS = 8  # of asking for what a tolerance hid
+_ROUNDS = 8  # solves: one, and more for what a tolerance hid
 
 
 def solve_continuous(tree: UnitTree, budget_bytes: int, options: Milp) -> TreeSolution:
@@ -36,23 +36,23 @@ def solve_continuous(tree: UnitTree, budget_bytes: int, options: Milp) -> TreeSo
     asked, bound_ms, allowed = budget_bytes, None, None
     for _ in range(_ROUNDS):
         program = _LinearProgram(tree, asked, allowed)
-        found = program.solve(options, max(1, work))
-        work -= found.work
+        solution = program.solve(options, max(1, work))
+        work -= solution.work
         # Only the first program is a relaxation of the problem. Later ones have fewer units and a smaller
         # budget.
-        if allowed is None and found.bound is not None:
-            bound_ms = found.bound * program.ms_scale
-        if not found.values:
-            no_plan = allowed is None and found.status == "infeasible"
+        if allowed is None and solution.bound is not None:
+            bound_ms = solution.bound * program.ms_scale
+        if not solution.values:
+            no_plan = allowed is None and solution.status == "infeasible"
             return TreeSolution(None, proved=no_plan, bound_ms=bound_ms)
-        plan = program.read(found)
+        plan = program.read(solution)
         excess = int(tree.used(plan).max()) - budget_bytes
         if excess <= 0:
             break
-        # With the same units only the shares are left, so a few rounds suffice; other units could exceed it anew each
-        # time.
+        # With the same units only the shares are left, so a few rounds suffice; other units could exceed the budget
+        # again each time.
         asked, allowed = asked - excess, frozenset(plan)
-    else:
+    else:  # still over the budget
         return TreeSolution(None, proved=False, bound_ms=bound_ms)
     cost = cost_ms(plan)
     proved = bound_ms is not None and cost - bound_ms <= max(options.gap * cost, _SLACK * program.largest_ms)
@@ -68,7 +68,7 @@ class _LinearProgram:
         self._offered = [
             # beyond what is needed there is nothing to gain
             unit.at(largest_need / unit.memory)
-            # Lines of a least-squares fit may fall. Then the largest discard may cost less than a smaller one.
+            # Lines of a least-squares fit may fall. The largest discard, which may then be cheaper, stays.
             if unit.options[-1].freed > largest_need and all(slope >= 0 for slope, _ in unit.segments)
             else unit.options[-1]
             for unit in tree.units
@@ -83,7 +83,7 @@ class _LinearProgram:
             share, ms = program.variable(upper=1.0), program.variable(cost=1.0)
             # Only a unit that is chosen discards a share.
             program.row([(y, 1.0), (share, -1.0)], lower=0.0)
-            # The time is at least that of each line, so at least their maximum. Of a unit that is not chosen all are 0.
+            # The time is at least that of each line, so at least their maximum. If a unit is not chosen, they are 0.
             for slope, intercept in unit.segments:
                 terms = [(ms, self.ms_scale), (share, -slope * offered.ratio), (y, -intercept)]
                 program.row([(variable, factor / self.ms_scale) for variable, factor in terms], lower=0.0)
@@ -109,6 +109,7 @@ class _LinearProgram:
 
     def _cliques(self) -> None:
         """Allow at most one unit on each path from the root."""
+        # The row of an innermost unit covers those around it.
         around = {above for unit in self._tree.units for above in unit.above}
         for i, unit in enumerate(self._tree.units):
             if unit.above and i not in around:

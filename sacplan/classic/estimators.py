@@ -1,6 +1,6 @@
 """The classical interface: three context managers that watch a step, and ``aggregate_stats`` over them.
 
-Each is a view of one ``Recorder``. They work under ``fake_device``, on real CPU tensors and on CUDA::
+Each has a ``Recorder`` of its own. They work under ``fake_device``, on real CPU tensors and on CUDA::
 
     with sacplan.fake_device("h100"):
         ...
@@ -125,10 +125,10 @@ class _Estimator:
 class MemTracker(_Estimator):
     """Track the bytes that are alive during a step, by kind and module; autograd is left alone.
 
-    As PyTorch's, it sees tensors only: not what kernels allocate inside, as ``sacplan.profile`` does.
+    As PyTorch's, it sees tensors only, and not what kernels allocate inside, which ``sacplan.profile`` counts.
 
     Args:
-        device: whose allocator counts; by default that of ``fake_device``, else the device that is here.
+        device: whose allocator counts; by default that of ``fake_device``, else the local one.
     """
 
     def track_external(self, *external: torch.nn.Module | torch.optim.Optimizer | torch.Tensor) -> None:
@@ -261,7 +261,7 @@ def aggregate_stats(
     """Collect memory, times and trade-offs of every module that ran, for ``parse_module_info``.
 
     Args:
-        model: the one that was watched.
+        model: the model that was watched.
         mem_tracker, runtime_estimator, sac_estimator: after their contexts have ended.
         dev: ignored; accepted because the prototype takes it. A recording is of one device.
         fit: ``"hull"`` (never optimistic) or ``"pwlf"`` with ``n_segments`` 2 to 4.

@@ -164,7 +164,7 @@ class Graph:
     """The module tree in execution order, and the memory rows of one step. Immutable.
 
     ``nodes`` are in forward pre-order; an *index* is a position in it. ``root`` is the fqn of the module
-    that contains all others: ``""``, or a class name, which may or may not prefix the others. If
+    that contains all others: ``""``, or a class name, which prefixes all other names or none. If
     ``segments`` is empty, the rows are the classical ones, one per module. To attach a recording's
     segments: ``dataclasses.replace(graph, segments=...)``.
 
@@ -226,12 +226,12 @@ class Graph:
 
     def ancestors(self, fqn: str) -> tuple[str, ...]:
         """Return the modules around this one, from the parent up to the root."""
-        found = []
+        around = []
         i = self._parent[self.index(fqn)]
         while i >= 0:
-            found.append(self.nodes[i].fqn)
+            around.append(self.nodes[i].fqn)
             i = self._parent[i]
-        return tuple(found)
+        return tuple(around)
 
     def match(self, names: Iterable[str], argument: str) -> frozenset[str]:
         """Resolve a user's names: exact fqns, with or without the root's as a prefix.
@@ -241,20 +241,20 @@ class Graph:
         """
         if isinstance(names, str):
             raise PlanError(f"{argument} is the string {names!r}; give a list of module names")
-        found = set()
+        matched = set()
         for name in names:
             # The root may be a class name. The graph then has it before all names or before none, and users write
             # either.
             prefixed = f"{self.root}.{name}"
             if name in self._index:
-                found.add(name)
+                matched.add(name)
             elif prefixed in self._index:
-                found.add(prefixed)
+                matched.add(prefixed)
             elif self.root and name.startswith(self.root + ".") and name[len(self.root) + 1 :] in self._index:
-                found.add(name[len(self.root) + 1 :])
+                matched.add(name[len(self.root) + 1 :])
             else:
                 raise PlanError(f"{argument}: unknown module {name!r}.{did_you_mean(name, self._index)}")
-        return frozenset(found)
+        return frozenset(matched)
 
     def memory_rows(self, world_size: int = 1) -> list[MemoryRow]:
         """Return the rows by position, each with the name of what is running then.
@@ -278,7 +278,7 @@ class Graph:
                 for node in self.nodes
             ]
             return sorted(rows)
-        # ``running[position]`` is the module that ends next. Behind the last one only the root is left to name.
+        # ``running[position]`` is the module that ends next. After the last one only the root is left.
         running = (*self.fw_post_order, self.root)
         largest: dict[int, MemoryRow] = {}
         for segment in self.segments:

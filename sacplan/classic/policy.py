@@ -106,7 +106,7 @@ def _op_groups(sac_stats: SACStats) -> list[int]:
 def _knapsack(items: Sequence[tuple[int, int, float]], budget_bytes: int, options: Milp) -> set[int]:
     """Return the keys of the items (key, bytes, ms) that fit and are worth the most ms.
 
-    Each item is a choice: it is kept, or left out, which costs its ms and frees its bytes.
+    Each item is a choice of two options: keep it, or leave it out, which costs its ms and frees its bytes.
     """
     sizes = np.array([[n_bytes] for _, n_bytes, _ in items], dtype=np.int64).reshape(-1, 1)
     choices = tuple(
@@ -114,10 +114,10 @@ def _knapsack(items: Sequence[tuple[int, int, float]], budget_bytes: int, option
         for _, n_bytes, ms in items
     )
     row, limit = ResourceRow(DEVICE_MEMORY, 0, 1), np.array([budget_bytes], dtype=np.int64)
-    found = options.solve(Problem((row,), sizes.sum(axis=0), limit, choices))
-    if found is None or found.status == "unknown":
+    solution = options.solve(Problem((row,), sizes.sum(axis=0), limit, choices))
+    if solution is None or solution.status == "unknown":
         raise SolverError(
             f"no policy for {len(items)} ops was found with the work of {options.work_limit} (nodes x nonzeros); "
             "give a larger gap"
         )
-    return {key for i, (key, _, _) in enumerate(items) if not found.picks.get(i)}
+    return {key for i, (key, _, _) in enumerate(items) if not solution.picks.get(i)}

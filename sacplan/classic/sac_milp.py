@@ -94,7 +94,7 @@ def sac_milp(
         world_size: ranks that parameters, gradients and optimizer state are divided by.
         ac_units: only these modules may be units; None for no such restriction. Names with or without the
             root's, matched whole.
-        fsdp_units: modules that strictly contain one of these may not be units.
+        fsdp_units: modules that strictly contain one of these cannot be units.
         choices: "reachable" takes one of a module's exactly reachable points. "continuous" takes any
             ratio on the piecewise linear fit. A graph in which no module has points, such as one of
             bare fits, is always continuous.
@@ -127,7 +127,7 @@ def sac_milp(
         answer = _solve_reachable(tree, budget_bytes, options)
     plan, proved = answer.plan, answer.proved
     if plan is None:
-        # The plan with the smallest peak may fit all the same; otherwise this raises, and says what is the least.
+        # The plan with the smallest peak may still fit; else this raises, and says how much memory that plan needs.
         plan, proved = _smallest(tree, budget_bytes, options, proved), False
     recompute_ms, peak_bytes = cost_ms(plan), int(tree.used(plan).max())
     if peak_bytes > budget_bytes:
@@ -145,22 +145,22 @@ def sac_milp(
 def _solve_reachable(tree: UnitTree, budget_bytes: int, options: Milp) -> TreeSolution:
     offered = tree_problem(tree, budget_bytes)
     search = Refinement(options, offered.problem)
-    found = search.cheapest()
-    if found is None:
+    solution = search.cheapest()
+    if solution is None:
         return TreeSolution(None, search.infeasible, None)
-    return TreeSolution(offered.plan(found.picks), found.status == "optimal", found.bound)
+    return TreeSolution(offered.plan(solution.picks), solution.status == "optimal", solution.bound)
 
 
 def _smallest(tree: UnitTree, budget_bytes: int, options: Milp, infeasible: bool) -> TreePlan:
     """Return the plan with the smallest peak: every unit that is taken discards as much as it can.
 
     Raises:
-        InfeasibleBudget: it is over the budget, and either that no plan fits or that it is the smallest is proved.
-        SolverError: it is over the budget, and neither is proved.
+        InfeasibleBudget: the plan is over the budget, and it is proved that no plan fits, or that none is smaller.
+        SolverError: the plan is over the budget, and neither is proved.
     """
     offered = tree_problem(tree.at_most(), budget_bytes)
     picks, exact = Refinement(options, offered.problem).smallest()
-    # ``at_most`` leaves each unit its last option alone. The plan takes it from the tree itself, with its true time.
+    # Units of ``at_most`` have their last option only, at no cost. The plan takes it from ``tree``, with its true time.
     plan = {i: tree.units[i].options[-1] for i in offered.plan(picks)}
     used = tree.used(plan)
     smallest_bytes = int(used.max())

@@ -33,7 +33,7 @@ def module_info(
 
     As in the prototype of PR #137908, the activations of a module are those at the end of its forward
     and the activation gradients those at the peak of its backward, which need not coincide.
-    ``segments_of`` has what was alive at the same moment.
+    ``segments_of`` has what was alive at one moment.
     """
     boundaries = memory.liveness.at_boundaries
     spans = _backward_spans(memory)
@@ -180,8 +180,7 @@ def _backward_peaks(program: Program, span: tuple[int, int] | None) -> tuple[int
     moments = program.liveness.moments[1:]  # the first is the state before the step
     first, last = span
     op = program.ops[first]
-    # The moment is that of the first op while it runs. Without its workspace and what it makes it is the state
-    # before.
+    # ``moments[first]`` is that of the first op while it runs: less its workspace and its results, the state before.
     before = list(moments[first].by_kind)
     before[StorageKind.TEMPORARY] -= program.inside_bytes[first]
     for s in op.writes:
@@ -208,8 +207,8 @@ def segments_of(program: Program) -> tuple[MemorySegment, ...]:
     def note(moment_kinds: Sequence[int], name: str) -> None:
         sharded = sum(moment_kinds[k] for k in _SHARDED)
         local = sum(moment_kinds) - sharded
-        known = largest.get(position)
-        if known is None or sharded + local > known.sharded_bytes + known.local_bytes:
+        largest_yet = largest.get(position)
+        if largest_yet is None or sharded + local > largest_yet.sharded_bytes + largest_yet.local_bytes:
             largest[position] = MemorySegment(position, sharded, local, name)
 
     note(next(moments).by_kind, "")

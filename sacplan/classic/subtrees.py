@@ -5,7 +5,7 @@ dominates, so these are the options of one choice, and equal subtrees (repeated 
 are enumerated bottom-up: the antichains of a module are the combinations of those of its children, and the module
 itself. Dropping dominated ones loses no optimum: another is as cheap and frees as much at every moment.
 
-A module around too many ways (the model, an encoder) is a choice of its own, beside the choices of the subtrees in it.
+A module around too many ways (the model, an encoder) is a choice of its own, next to the choices of the subtrees in it.
 To keep these from nesting there are rows of a resource "nesting". For n subtrees of one kind under the same modules,
 each uses 1, a module around them uses n, and the limit is n. So either the subtrees are taken, or one of the modules.
 """
@@ -31,12 +31,12 @@ _MOST_COMBINED = 6000  # ways of two subtrees together
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """An antichain of a subtree: unit, as a place in the subtree, to its option.
+    """An antichain of a subtree, with an option for each of its units.
 
     Attributes:
-        ms: what it recomputes.
-        taken: pairs (unit, option).
-        freed: by the time that the first so many units of the subtree have ended.
+        ms: its recompute time.
+        taken: pairs (place of the unit in the subtree, option).
+        freed: at n, the bytes freed once the first n units of the subtree have ended.
     """
 
     ms: float
@@ -63,7 +63,7 @@ class TreeProblem:
 
     Attributes:
         problem: device memory by row of the tree, and nesting.
-        subtrees: those that the choices stand for; an option is one of their ways.
+        subtrees: by choice, the one that it stands for; its options are the subtree's ways.
     """
 
     tree: UnitTree
@@ -91,7 +91,7 @@ def tree_problem(tree: UnitTree, budget_bytes: int) -> TreeProblem:
     choices = []
     for subtree, nests in zip(subtrees, nesting, strict=True):
         freed = np.array([way.freed for way in subtree.ways])
-        # By row, how many units of the subtree have ended: so much of what they discard is freed by then.
+        # ``searchsorted``: by row, how many units of the subtree have ended, and so how much is freed.
         uses = np.zeros((len(subtree.ways), len(base)), dtype=np.int64)
         uses[:, : len(tree.base)] = -freed[:, np.searchsorted(subtree.units, tree.n_units)]
         # From option 1 on: option 0 takes no unit, and what is not taken cannot nest.
@@ -126,7 +126,7 @@ def _subtrees(tree: UnitTree) -> list[_Subtree]:
     for i, unit in enumerate(units):
         children[unit.above[0] if unit.above else -1].append(i)
     known: dict[Hashable, tuple[int, list[_Way] | None]] = {}
-    found: list[_Subtree] = []
+    subtrees: list[_Subtree] = []
 
     def members(unit: int) -> list[int]:
         return sorted([unit, *(m for child in children[unit] for m in members(child))])
@@ -141,16 +141,16 @@ def _subtrees(tree: UnitTree) -> list[_Subtree]:
             known[shape] = len(known), _ways(units, children, place, unit) if small else None
         number, ways = known[shape]
         if ways is not None:
-            found.append(_Subtree((number, around), inside, ways, around))
+            subtrees.append(_Subtree((number, around), inside, ways, around))
             return
-        # Too large, or too many ways: the module is a choice of its own, beside those of what is in it.
-        found.append(_Subtree((unit,), [unit], [_nothing(1), *_own(units[unit], 0, 1)], around))
+        # Too large, or too many ways: the module is a choice of its own, and so is each subtree in it.
+        subtrees.append(_Subtree((unit,), [unit], [_nothing(1), *_own(units[unit], 0, 1)], around))
         for child in children[unit]:
             visit(child, (*around, unit))
 
     for root in children[-1]:
         visit(root, ())
-    return found
+    return subtrees
 
 
 def _parent(unit: Unit, inside: Sequence[int]) -> tuple[int, ...]:
@@ -194,8 +194,8 @@ def _ways(
         # Either ways of the children together, or the module itself: an antichain has not both.
         return _undominated([*combined, *_own(units[unit], place[unit], len(place))])
 
-    found = at(top)
-    return None if found is None else [_nothing(len(place)), *(way for way in found if way.taken)]
+    ways = at(top)
+    return None if ways is None else [_nothing(len(place)), *(way for way in ways if way.taken)]
 
 
 def _undominated(ways: list[_Way]) -> list[_Way] | None:

@@ -32,7 +32,7 @@ class TreeSolution:
     Attributes:
         plan: None if none was found.
         proved: whether the plan is proved to be optimal, or, without one, that there is none.
-        bound_ms: None if the solver proved nothing.
+        bound_ms: no plan takes less; None if the solver proved nothing.
     """
 
     plan: TreePlan | None
@@ -69,7 +69,7 @@ class UnitTree:
     """Units in the order in which their forward ends, and memory rows.
 
     Attributes:
-        units: of a plan, no unit is inside another.
+        units: a plan takes some, none of them inside another.
         n_units: by row, how many units discard before this moment; rises strictly.
         base: by row, bytes without a plan; rises strictly.
         names: by row, what runs then.
@@ -145,7 +145,7 @@ def tree_of(
 
 
 def _on_fit(memory: int, segments: Sequence[tuple[float, float]], ratio: float) -> Discard:
-    # A line of the fit may lie below 0; a time may not.
+    # A line of the fit may lie below 0; a time cannot.
     ms = max(0.0, max(slope * ratio + intercept for slope, intercept in segments))
     return Discard(ratio, round(memory * ratio), ms)
 

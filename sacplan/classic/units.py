@@ -37,18 +37,18 @@ class UnitTradeoff:
 def unit_tradeoffs(program: Program) -> dict[str, UnitTradeoff]:
     """Return the trade-offs of all modules that have children, in execution order. A forward pass is enough."""
     solved: dict[closure.ClosureProblem, tuple[closure.TradeoffPoint, ...]] = {}
-    found = {}
+    tradeoffs = {}
     for fqn in program.calls:
         if fqn in program.leaf_fqns:
             continue
         problem = _cut_out(program, fqn)
-        # It keeps nothing, or has too many ops.
+        # The module keeps nothing, or has too many ops.
         if problem is None:
             continue
         if problem not in solved:
             solved[problem] = closure.tradeoff(problem, _MAX_POINTS, _BETWEEN)
-        found[fqn] = _tradeoff(fqn, problem, solved[problem])
-    return found
+        tradeoffs[fqn] = _tradeoff(fqn, problem, solved[problem])
+    return tradeoffs
 
 
 def _tradeoff(
@@ -71,7 +71,7 @@ def _cut_out(program: Program, fqn: str) -> closure.ClosureProblem | None:
     saved: set[int] = set()
     elsewhere: set[int] = set()
     for storage, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
-        # A storage may be in both sets. It then costs nothing here, since someone outside keeps it anyway.
+        # A storage may be in both sets. Keeping it then costs the module nothing, since others keep it anyway.
         within = not calls.isdisjoint((scope, *program.ancestors(scope)))
         (saved if within else elsewhere).add(storage)
     if not saved:

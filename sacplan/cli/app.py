@@ -56,5 +56,5 @@ for _entry in (
     surveys.devices,
     mcp.mcp,
 ):
-    # a short help is always shown whole, where the first line of a long one is cut
+    # A short help is always shown whole; of a long help, the first line would be cut.
     app.command(_entry.name, cls=Command, short_help=_entry.short)(_entry.run)

@@ -66,7 +66,7 @@ def _search(
     target, make_batch = sources.sized_target(question, name, spec, hf)
     search = sacplan.max_batch if question == "max-batch" else sacplan.throughput
     with stage("tracing and planning", long=True), users_code(f"the step of {name}"):
-        found = search(
+        answer = search(
             target.model,
             make_batch,
             device=spec,
@@ -75,26 +75,26 @@ def _search(
             **given(asked, "device"),
         )
     # ``verify`` reads the batch from the plan's file, and the plan is for the batch that was found.
-    save(found.plan, output, origin_of(target, batch=found.batch_size))
+    save(answer.plan, output, origin_of(target, batch=answer.batch_size))
     facts: dict[str, Any] = {"command": question, **show.target_facts(target, output)}
     facts.get("hf", {}).pop("batch", None)  # the target was loaded with this batch; the answer is another
     facts |= {
-        **show.facts_of(found, _FACTS),
-        "fastest_batch_size": found.fastest.batch_size,
-        "outside": [one._asdict() for one in found.outside],
-        "plan": show.plan_facts(found.plan),
-        "points": [point.figures() for point in found.points],
+        **show.facts_of(answer, _FACTS),
+        "fastest_batch_size": answer.fastest.batch_size,
+        "outside": [one._asdict() for one in answer.outside],
+        "plan": show.plan_facts(answer.plan),
+        "points": [point.figures() for point in answer.points],
     }
-    # The order matters: if the fastest size is the answer itself, its row says the latter.
-    says = {found.fastest.batch_size: "the fastest of these", found.batch_size: "the answer"}
+    # The order matters: if the fastest size is also the answer, its row says "the answer".
+    says = {answer.fastest.batch_size: "the fastest of these", answer.batch_size: "the answer"}
     rows = [
         point.figures()
         | {
-            # If no plan fits, this is the smallest peak that was reached, which is not that of a plan.
+            # If no plan fits, ``peak_bytes`` is the smallest peak that was reached, which no plan has.
             "peak_bytes": point.peak_bytes if point.fits else None,
             "says": says.get(point.batch_size, "") if point.fits else "does not fit",
         }
-        for point in found.points
+        for point in answer.points
     ]
-    shown = show.sections_shown([found.in_words()], facts.get("hf"))
+    shown = show.sections_shown([answer.in_words()], facts.get("hf"))
     return CommandResult(facts, [*shown, "", rows_table("points", rows)], show.saved("plan", output))

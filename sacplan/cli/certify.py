@@ -73,33 +73,33 @@ def certify(
         check_output(path, "plan", force=force)
     sizes = _read(lengths)
     spec = sources.device_of(asked.device)
-    # A target's own make_batch takes sizes, too, and cannot be called with a batch alone.
+    # A target's own make_batch takes sizes, too, so it is not called with a batch alone.
     options = hf if target.startswith(NAMED) else dataclasses.replace(hf, batch=None)
     loaded, make_batch = sources.sized_target("certify", target, spec, options)
     if loaded.facts:
         make_batch = functools.partial(of_length, make_batch, loaded.facts.get("seq"))
     with stage("recording and playing", long=True), users_code(f"the step of {target}"):
-        found = sacplan.certify(
+        answer = sacplan.certify(
             loaded.model, make_batch, sizes, spec, loaded.loss_fn, loaded.optimizer, **given(asked, "device", "solver"),
             batch=int(hf.batch or 1) if run.tokens is None else hf.batch,
             **dataclasses.asdict(run) | {"evaluation": run.evaluation and _read(run.evaluation)},
             longest=positions(loaded.model) if loaded.facts.get("seq") else None,
         )  # fmt: skip
-    written = dict(zip(paths, (plan for _, plan in found.plans), strict=False))
+    written = dict(zip(paths, (plan for _, plan in answer.plans), strict=False))
     for path, plan in written.items():
         made_for = seen_in(plan.fingerprint)
         save(plan, path, origin_of(loaded, batch=made_for.batch, seq=made_for.seq))
     facts = {
         "command": "certify",
         **target_facts(loaded),
-        **facts_of(found, _FACTS),
-        "rows": [row.figures() for row in found.rows],
-        "plans": [{"shapes": shapes, "plan": plan_facts(plan)} for shapes, plan in found.plans],
+        **facts_of(answer, _FACTS),
+        "rows": [row.figures() for row in answer.rows],
+        "plans": [{"shapes": shapes, "plan": plan_facts(plan)} for shapes, plan in answer.plans],
     }
     notes = [note for path in written for note in saved("plan", path)]
     if output is not None and not written:
-        notes = [f"no plan {'is needed' if found.fits else 'is enough'}: none is written"]
-    return CommandResult(facts, [str(found)], notes, exit_code=0 if found.fits else INFEASIBLE)
+        notes = [f"no plan {'is needed' if answer.fits else 'is enough'}: none is written"]
+    return CommandResult(facts, [str(answer)], notes, exit_code=0 if answer.fits else INFEASIBLE)
 
 
 def _read(path: Path) -> Any:

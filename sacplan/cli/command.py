@@ -63,19 +63,19 @@ def command(
     def entry(function: Callable[..., CommandResult]) -> CommandEntry:
         parameters: list[inspect.Parameter] = []
         groups: dict[str, Any] = {}
-        # Typer reads the parameters of a function. So one is made whose signature has an option for each
-        # field of a group, and which builds the groups again from what typer passes.
+        # Typer reads the parameters of a function. So a function is made whose signature has an option for
+        # each field of a group, and which builds the groups again from what typer passes.
         hints = get_type_hints(function, include_extras=True)
         for parameter in inspect.signature(function).parameters.values():
             hint = hints[parameter.name]
             # ``Annotated[group, options]``: a dataclass of the library, with an option for each field.
             group: Any = getattr(hint, "__origin__", hint)
-            beside: Any = getattr(hint, "__metadata__", ({},))[0]
+            extra: Any = getattr(hint, "__metadata__", ({},))[0]
             if is_dataclass(group):
                 groups[parameter.name] = group
-                kept = get_type_hints(group, include_extras=True)
+                types = get_type_hints(group, include_extras=True)
                 options = [
-                    (f.name, Annotated[kept[f.name], beside[f.name]] if beside else kept[f.name], f.default)
+                    (f.name, Annotated[types[f.name], extra[f.name]] if extra else types[f.name], f.default)
                     for f in fields(group)
                     if f.name not in omit
                 ]
@@ -154,11 +154,11 @@ class CommandGroup(TyperGroup):
             # Here and not when Python ends, so that a closed pipe is an error that is caught below.
             sys.stdout.flush()
             code = code if isinstance(code, int) else 0
-        except typer.Abort:  # of a question to the user
+        except typer.Abort:  # the user has ended a question
             code = INTERRUPTED
         except Exception as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
-                # sacplan devices | head -1: nobody reads on, and Python would complain when it flushes stdout.
+                # sacplan devices | head -1: the reader has gone, and Python would complain when it flushes stdout.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 code = 0
             else:

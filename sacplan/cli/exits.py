@@ -105,7 +105,7 @@ def _message(error: Exception) -> str:
         for argument, option in _OPTIONS:
             text = re.sub(argument, option, text)
         return text
-    # ``str`` of an ``OSError`` begins with its number.
+    # Not ``str``, which begins with the error's number.
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return f"{type(error).__name__}: {error}"

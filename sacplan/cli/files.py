@@ -56,11 +56,11 @@ def check_output(path: Path | None, kind: Kind, *, force: bool) -> None:
     if not path.parent.is_dir():
         raise OutputError(f"{path} cannot be written: there is no directory {path.parent}.")
     if path.exists():
-        # Such as a device or a pipe: files are written by replacing them, which would not do there.
+        # Such as a device or a pipe: a file is written by replacing it, which would not work there.
         if not path.is_file():
             raise OutputError(f"{path} is not a regular file; name one.")
-        # An empty file holds nothing that could be lost, such as one of ``mktemp``. A file of the same kind
-        # is what a second run of the command leaves.
+        # An empty file, such as one of ``mktemp``, has nothing to lose, and a file of the same kind may be that of
+        # an earlier run.
         if not force and path.stat().st_size and not is_ours(path, kind):
             raise OutputError(
                 f"{path} exists and is not a sacplan {kind}; choose another name, or overwrite it with --force."

@@ -37,7 +37,7 @@ _FACTS = (
 
 @dataclass(frozen=True, slots=True)
 class FitOptions(o.CapacityOptions):
-    """What is asked of ``fit`` beside a limit and a device."""
+    """What is asked of ``fit`` in addition to a limit and a device."""
 
     devices: Annotated[int | None, o.option("devices_to_fit")] = None
     sizes: Annotated[bool, o.option("sizes")] = True
@@ -79,7 +79,7 @@ class _Answer:
     most: int | None
 
     def result(self, sizes: bool) -> CommandResult:
-        """Return all of it."""
+        """Return the result of the command for one device."""
         found = self.found
         shown: list[Table | str] = [found.sentence, "", _table(self, sizes), *found.advice, *found.remarks]
         if line := self.facts["run"]:
@@ -94,18 +94,18 @@ def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _A
     from sacplan.integrations.hf.models import positions
     from sacplan.questions.on_ranks import read_devices
 
-    one, number = read_devices(device, asked.devices or 1)
-    spec = sources.device_of(one)
+    device_name, number = read_devices(device, asked.devices or 1)
+    spec = sources.device_of(device_name)
     loaded, make_batch = sources.sized_target("fit", target, spec, hf)
     seq = loaded.facts.get("seq")
-    # By name if it has one: rows and the recommended command use the name, and a target only has the function.
+    # By name if the target's facts have one, since rows and the recommended command use the name.
     optimizer: Any = loaded.optimizer
     if loaded.facts:
         optimizer = None if loaded.facts["optimizer"] == "none" else loaded.facts["optimizer"]
     # No sequence beyond the model's positions is tried: it could not run.
     most = None if seq is None else positions(loaded.model)
     with stage("recording and planning", long=True), users_code(f"the step of {target}"):
-        found = sacplan.fit(
+        verdict = sacplan.fit(
             loaded.model, make_batch if seq is None else functools.partial(of_length, make_batch, seq), spec,
             loaded.loss_fn, optimizer, devices=number, batch=int(hf.batch or 1), seq=seq, longest=most,
             name=_named(target, hf), **given(asked, "device", "devices", *_OMITTED),
@@ -117,14 +117,14 @@ def _answer(target: str, device: str, asked: FitOptions, hf: ModelOptions) -> _A
         "command": "fit",
         "schema_version": SCHEMA_VERSION,
         **target_facts(loaded),
-        **facts_of(found, _FACTS),
-        "outside": [one._asdict() for one in found.outside],
-        "verdict": found.sentence,
-        "rows": [row.figures() for row in found.rows],
-        "recommended": found.recommended and found.recommended.figures(),
-        "run": _command(target, found, hf, more),
+        **facts_of(verdict, _FACTS),
+        "outside": [one._asdict() for one in verdict.outside],
+        "verdict": verdict.sentence,
+        "rows": [row.figures() for row in verdict.rows],
+        "recommended": verdict.recommended and verdict.recommended.figures(),
+        "run": _command(target, verdict, hf, more),
     }
-    return _Answer(found, facts, most)
+    return _Answer(verdict, facts, most)
 
 
 def _named(target: str, hf: ModelOptions) -> str:
@@ -137,8 +137,9 @@ def _named(target: str, hf: ModelOptions) -> str:
 def of_length(make_batch: Callable[[int], Any], seq: int | None, batch: int, *sizes: int) -> Any:
     """Return a batch with another length of its sequences, height and width of its images, or all three.
 
-    It holds zeros: only shapes matter to the recording.
+    The batch holds zeros: only shapes matter to the recording.
     """
+    # ``sizes``: length; height and width; or all three.
     length = seq if len(sizes) == 2 else sizes[0]
     image = sizes[-2:] if len(sizes) > 1 else ()
 
@@ -152,25 +153,25 @@ def of_length(make_batch: Callable[[int], Any], seq: int | None, batch: int, *si
     return {name: resized(tensor) for name, tensor in make_batch(batch).items()}
 
 
-def _command(target: str, found: Verdict, hf: ModelOptions, more: list[str]) -> str:
+def _command(target: str, verdict: Verdict, hf: ModelOptions, more: list[str]) -> str:
     """Return the command line that makes the recommended plan; ``""`` if there is none."""
     from sacplan.techniques.registry import DEFAULT_TECHNIQUES
 
-    best = found.recommended
+    best = verdict.recommended
     # Nothing fits, or no plan is needed.
     if best is None or best.way == "as it is":
         return ""
-    # The command line has no options for it.
+    # The command line has no options for this spread.
     if best.spread and not best.flags:
         return ""
     # With ``--mesh``, the batch is that of all ranks together; the verdict has that of each device.
-    given = {**hf.given(), "batch": found.batch * (found.devices if "--mesh" in best.flags else 1)}
+    given = {**hf.given(), "batch": verdict.batch * (verdict.devices if "--mesh" in best.flags else 1)}
     # Other targets make their optimizer themselves, so no option could change it.
     if target.startswith(NAMED):
         given["optimizer"] = best.optimizer
-    words = ["sacplan", "plan", target, *o.written(given).split(), "--device", found.device]
-    words += [] if found.budget is None else ["--budget", found.budget]
-    words += [] if found.accumulation_steps == 1 else ["--grad-accum", str(found.accumulation_steps)]
+    words = ["sacplan", "plan", target, *o.written(given).split(), "--device", verdict.device]
+    words += [] if verdict.budget is None else ["--budget", verdict.budget]
+    words += [] if verdict.accumulation_steps == 1 else ["--grad-accum", str(verdict.accumulation_steps)]
     words += best.flags
     if best.techniques != DEFAULT_TECHNIQUES:
         words += [word for name in best.techniques for word in ("--technique", name)]
@@ -178,14 +179,14 @@ def _command(target: str, found: Verdict, hf: ModelOptions, more: list[str]) -> 
 
 
 def _devices(answers: list[_Answer], sizes: bool) -> Table:
-    """Return a line for each device: as it is, and with what is recommended."""
+    """Return a line for each device: without a plan, and with what is recommended."""
 
-    def cells(found: Verdict) -> dict[str, str]:
-        row = found.recommended or found.rows[0]
+    def cells(verdict: Verdict) -> dict[str, str]:
+        row = verdict.recommended or verdict.rows[0]
         return {
-            "device": found.device,
+            "device": verdict.device,
             "limit": format_bytes(row.limit_bytes),
-            "unplanned": "fits" if found.fits else f"no, by {found.rows[0].over}",
+            "unplanned": "fits" if verdict.fits else f"no, by {verdict.rows[0].over}",
             "best": f"{row.optimizer}, {row.way}" if row.fits else "nothing fits",
             "needs": format_bytes(row.reserved_bytes or row.peak_bytes),
             "step": "" if row.step_ms is None else f"{row.step_ms:.1f}",
@@ -196,14 +197,14 @@ def _devices(answers: list[_Answer], sizes: bool) -> Table:
 
 
 def _table(answer: _Answer, sizes: bool) -> Table:
-    found = answer.found
-    rows = found.shown(sizes)
-    # Each rank of a mesh has a buffer for each of its axes outside of the allocator.
+    verdict = answer.found
+    rows = verdict.shown(sizes)
+    # A rank has a buffer outside of the allocator for each axis of its mesh, so meshes differ in limits.
     has_limits = len({row.limit_bytes for row in rows}) > 1
-    has_seq = sizes and found.seq is not None and found.devices == 1
+    has_seq = sizes and verdict.seq is not None and verdict.devices == 1
 
     def cells(row: FitRow) -> dict[str, str]:
-        # A row that is the same as another one has its figures.
+        # A row that is the same as another one repeats no figures.
         peak, reserved, host = (
             format_bytes(n) if n and row.same_as is None else ""
             for n in (row.peak_bytes, row.reserved_bytes, row.host_bytes)
@@ -226,5 +227,5 @@ def _table(answer: _Answer, sizes: bool) -> Table:
 
 
 def _at_least(size: int | None, row: FitRow, most: int | None = None) -> str:
-    """Return a size; with a ``+`` where a plan for each size, as ``max-batch`` makes them, may find more."""
+    """Return a size, ``?`` if unknown; with a ``+`` where a plan for each size, as of ``max-batch``, may find more."""
     return "?" if size is None else f"{size}{'+' if size and row.techniques and size != most else ''}"

@@ -36,7 +36,7 @@ def mcp(context: typer.Context) -> CommandResult:
 
 
 def server(root: Any) -> MCPServer:
-    """Return the server for commands of the command line, which ``root`` is.
+    """Return the server; its tools are commands of ``root``, the command line.
 
     Raises:
         SacplanError: the package ``mcp`` is not installed, or is older than 2.
@@ -47,14 +47,14 @@ def server(root: Any) -> MCPServer:
         raise SacplanError(
             f"sacplan mcp needs the package mcp 2 ({error}): pip install 'sacplan[mcp]'."
         ) from error
-    made = MCPServer("sacplan")
+    tools = MCPServer("sacplan")
     for name in TOOLS:
-        made.add_tool(_tool(name), name=name, description=_help(root, name))
-    return made
+        tools.add_tool(_tool(name), name=name, description=_help(root, name))
+    return tools
 
 
 def _help(root: Any, name: str) -> str:
-    """Return the help of a command, as in a pipe."""
+    """Return the help of a command as it is in a pipe, without boxes."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         root.main([name, "--help"], prog_name="sacplan", standalone_mode=False)
     return said.getvalue()

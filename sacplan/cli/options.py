@@ -2,7 +2,7 @@
 
 ``HfOptions``, ``StepOptions`` and ``CapacityOptions`` are groups of options. A command takes a group as one parameter
 (see ``command.py``), and the command line gets an option for each of its fields. A group is a dataclass whose fields
-are annotated with options, or one of the library with the options beside it.
+are annotated with options, or a dataclass of the library with the options next to it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def dtype_name(text: str) -> str:
     """Return the name of a dtype as torch has it.
 
     Raises:
-        typer.BadParameter: There is none of that name for a model.
+        typer.BadParameter: models have no dtype of that name here.
     """
     name = text.lower().removeprefix("torch.")
     name = _DTYPES.get(name, name)
@@ -77,7 +77,7 @@ def storage_name(text: str) -> str:
     """Return the name of a type that bitsandbytes stores 4-bit weights as.
 
     Raises:
-        typer.BadParameter: It stores them as none of that name.
+        typer.BadParameter: bitsandbytes stores them as no type of that name.
     """
     return "uint8" if text.lower().removeprefix("torch.") == "uint8" else dtype_name(text)
 
@@ -118,7 +118,7 @@ def optimizer_name(text: str) -> str:
     """Return the name of an optimizer that the user means; ``none`` stays.
 
     Raises:
-        typer.BadParameter: there is none.
+        typer.BadParameter: no optimizer has that name.
     """
     try:
         # "none" is a choice on the command line, and no optimizer of the table.
@@ -181,7 +181,7 @@ class CapacityOptions(BudgetOptions):
 
 
 def written(options: dict[str, Any]) -> str:
-    """Write options as on the command line: ``--seq 48 --dtype float32``. One that is True is a name alone."""
+    """Write options as on the command line: ``--seq 48 --dtype float32``. An option that is True is a name alone."""
     return " ".join(
         _flag(name) if value is True else f"{_flag(name)} {value}" for name, value in options.items()
     )

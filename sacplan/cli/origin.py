@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def origin_of(target: Target, **chosen: Any) -> dict[str, Any] | None:
-    """Return name and options of a loaded target, as they are kept; None for one that is made by the user's code.
+    """Return name and options of a loaded target, as they are kept; None for a target that the user's code makes.
 
     ``chosen`` overrides the facts of the target.
     """
@@ -34,7 +34,7 @@ def origin_of(target: Target, **chosen: Any) -> dict[str, Any] | None:
         return None
     facts = {**target.facts, **chosen}
     given = ModelOptions(**{f.name: facts.get(f.name) for f in fields(ModelOptions)}).given()
-    # A schema of numbers and texts: a flag is 1.
+    # The schema has numbers and texts only: a flag becomes 1.
     return {"name": target.name, **{k: int(v) if isinstance(v, bool) else v for k, v in given.items()}}
 
 
@@ -55,7 +55,7 @@ def save(made: Plan | Profile, path: Path | None, origin: Mapping[str, Any] | No
     # A profile is a dataclass, and a plan a msgspec struct.
     replace: Any = dataclasses.replace if dataclasses.is_dataclass(made) else structs.replace
     replace(made, fingerprint=fingerprint).save(path)
-    # ``hf:`` targets have no cache. The user's own model may have one, and is what the file will be used with.
+    # ``hf:`` targets have no cache. The user's own model, with which the file will be used, may have one.
     if origin is not None and made.fingerprint.setup.use_cache is False:
         note(
             "made with use_cache=False: a cache would be alive until the step is over. Switch it off where you train"
@@ -70,7 +70,7 @@ def seen_in(fingerprint: Fingerprint) -> ModelOptions:
     shapes = {path: shape for path, shape, _ in fingerprint.batch}
     tokens = shapes.get("batch['input_ids']")
     first = tokens or shapes.get("batch['pixel_values']")
-    # The type of most parameters: some, such as those of norms, may be kept in another one.
+    # The type of most parameters: some, such as those of norms, may be kept in another type.
     types = Counter(
         dtype.removeprefix("frozen ").removeprefix("torch.") for _, _, dtype in fingerprint.parameters
     )

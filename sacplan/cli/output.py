@@ -67,7 +67,7 @@ def print_json(value: dict[str, Any]) -> None:
 
 def _console(*, stderr: bool = False) -> Console:
     # In a pipe there is no terminal whose width could be asked for, and rich would take 80.
-    known = stderr or sys.stdout.isatty() or "COLUMNS" in os.environ
+    has_width = stderr or sys.stdout.isatty() or "COLUMNS" in os.environ
     # Under NO_COLOR rich still writes bold and dim. Without a color system it writes no escape codes at all.
     plain: dict[str, Any] = {"no_color": True, "color_system": None} if os.environ.get("NO_COLOR") else {}
     # Markup is off because names of modules may contain brackets.
@@ -76,7 +76,7 @@ def _console(*, stderr: bool = False) -> Console:
         highlight=False,
         markup=False,
         emoji=False,
-        width=None if known else _UNLIMITED,
+        width=None if has_width else _UNLIMITED,
         **plain,
     )
 
@@ -149,12 +149,12 @@ def rows_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
         for column in table_of(_COLUMNS)
         if column["table"] == name and any(row[column["figure"]] for row in rows)
     ]
-    made = Table(box=None, pad_edge=False, safe_box=True)
+    table = Table(box=None, pad_edge=False, safe_box=True)
     for column in columns:
-        made.add_column(column["title"], justify="right" if column["is_number"] else "left", overflow="fold")
+        table.add_column(column["title"], justify="right" if column["is_number"] else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(_cell(column["figure"], row[column["figure"]]) for column in columns))
-    return made
+        table.add_row(*(_cell(column["figure"], row[column["figure"]]) for column in columns))
+    return table
 
 
 def _cell(name: str, value: Any) -> str:
@@ -170,18 +170,18 @@ def _cell(name: str, value: Any) -> str:
 
 
 def pairs(rows: Sequence[tuple[str, str]]) -> Table:
-    """Make a table of labels and texts. A long text folds beside its label."""
+    """Make a table of labels and texts. A long text folds next to its label."""
     grid = Table.grid(Column(style="bold", overflow="fold"), Column(overflow="fold"), padding=(0, 2))
     for row in rows:
         grid.add_row(*row)
     return grid
 
 
-def _print_table(made: Table) -> None:
+def _print_table(table: Table) -> None:
     console = _console()
-    if made.show_header:
+    if table.show_header:
         # A line under the header is for people. In a pipe it would be one more line to skip.
-        made.box = box.SIMPLE_HEAD if console.is_terminal else None
+        table.box = box.SIMPLE_HEAD if console.is_terminal else None
     with console.capture() as text:
-        console.print(made)
+        console.print(table)
     typer.echo("\n".join(line.rstrip() for line in text.get().splitlines()))  # rich pads lines with blanks

@@ -32,7 +32,7 @@ def size(n_bytes: int) -> str:
 
 
 def sections_shown(sections: Sequence[Section], hf: Mapping[str, Any] | None = None) -> list[Table | str]:
-    """Return sections as titles with tables below them; the first says how an ``hf:`` target was made."""
+    """Return sections as titles with tables below them; the first table says how an ``hf:`` target was made."""
     shown: list[Table | str] = []
     for section in sections:
         rows = section.rows
@@ -82,7 +82,7 @@ _PROFILE = (
     "fingerprint.model_class", "device", "device_memory_bytes", "ranks", "peak_bytes", "step_ms", "forward_ms", "mode",
     "fingerprint.setup", "trace", "runtime", "assumptions",
 )  # fmt: skip
-# Decisions on single ops are in the file of ``-o``.
+# Without the decisions on single ops, which are in the file of ``-o``.
 _PLAN = (
     "fingerprint.model_class", "device", "fingerprint.setup", "ranks", "budget_bytes", "peak_bytes", "host_bytes",
     "baseline_peak_bytes", "device_memory", "recompute_ms", "recompute_flops", "lower_bound_ms", "added_ms", "step_ms",

@@ -44,10 +44,10 @@ def device_of(name: str | None) -> DeviceSpec:
     name = name or o.DEFAULT_DEVICE
     if is_json_file(name):
         return DeviceSpec.load(name)
-    found = resolve_device(name)
+    spec = resolve_device(name)
     if said := meant_by(name):
         note(f"--device {said}")
-    return found
+    return spec
 
 
 def dtype_for(spec: DeviceSpec, source: str, asked: ModelOptions) -> ModelOptions:
@@ -62,7 +62,7 @@ def dtype_for(spec: DeviceSpec, source: str, asked: ModelOptions) -> ModelOption
 def sized_target(
     command: str, name: str, spec: DeviceSpec, hf: ModelOptions
 ) -> tuple[Target, Callable[..., Any]]:
-    """Load a target for a command that tries batches of many sizes; return it, and what makes them."""
+    """Load a target for a command that tries batches of many sizes; return the target, and what makes batches."""
     with stage("loading"):
         target = load_target(name, dtype_for(spec, name, hf))
     if target.make_batch is None:
@@ -119,7 +119,7 @@ def _saved_profile(source: str, step: o.StepOptions, hf: ModelOptions) -> Source
     # These options say how to record. They would change nothing in a recording, so they are refused.
     if asked := given(step) | hf.given():
         raise TargetError(f"{o.named(asked)}: {source} is recorded already. Give this to sacplan profile.")
-    # The loader would only say that it is not a profile.
+    # The loader would say no more than that the file is not a profile.
     if kind_of(Path(source)) in ("configuration", "device", "plan"):
         raise not_a_model(source, "a profile or ")
     with stage("reading"):
@@ -132,11 +132,11 @@ def as_planned(asked: ModelOptions, plan: Plan, plan_file: str) -> ModelOptions:
 
     A note on stderr names what is taken from the plan. Where the two disagree, the verification says so.
     """
-    made = (options_of(plan.fingerprint.target) or seen_in(plan.fingerprint)).given()
+    planned = (options_of(plan.fingerprint.target) or seen_in(plan.fingerprint)).given()
     ours = asked.given()
-    if taken := {name: value for name, value in made.items() if name not in ours}:
+    if taken := {name: value for name, value in planned.items() if name not in ours}:
         note(f"{o.written(taken)}: from {plan_file}")
-    return ModelOptions(**{**made, **ours, "fetch": asked.fetch})
+    return ModelOptions(**{**planned, **ours, "fetch": asked.fetch})
 
 
 def check_early(budget: str | None, solver: str, techniques: list[str] | None) -> dict[str, Any]:
@@ -150,14 +150,14 @@ def check_early(budget: str | None, solver: str, techniques: list[str] | None) -
     from sacplan.techniques.registry import resolve_techniques
 
     if budget is not None:
-        # The peak that a share would be of is not known yet. Any will do to check the text.
+        # A share is one of a peak that is not known yet. Any peak will do to check the text.
         parse_budget(budget, 2**40)
     resolve_solver(solver)
     return {"techniques": resolve_techniques(techniques)} if techniques else {}
 
 
 def check_early_of_device(asked: o.BudgetOptions) -> None:
-    """Do the same for commands on several steps, which have no one peak that a budget could be a share of."""
+    """Check the options of a command on several steps, which have no single peak that a budget could be a share of."""
     from sacplan.planning.limits import refuse_share
 
     refuse_share(asked.budget)
@@ -171,10 +171,10 @@ def mesh_of(text: str | None, techniques: Mapping[str, Any]) -> dict[str, Any]:
     mesh: Any = text
     # Three forms: axes with names, a number of devices, and ``8xh100``, which the library reads.
     if "=" in text:
-        found = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", word) for word in text.split(",")]
-        pairs = [(match[1], int(match[2])) for match in found if match is not None]
+        matches = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", word) for word in text.split(",")]
+        pairs = [(match[1], int(match[2])) for match in matches if match is not None]
         # A word that does not match, or an axis that is named twice.
-        if len(pairs) < len(found) or len(dict(pairs)) < len(pairs):
+        if len(pairs) < len(matches) or len(dict(pairs)) < len(pairs):
             raise TargetError(f"--mesh {text} cannot be read: {o.MESH}.")
         mesh = dict(pairs)
     elif text.strip().isdigit():

@@ -176,5 +176,5 @@ def verify(
         f"the step takes {show.size(seen.peak_bytes)}, over the budget of {show.size(seen.budget_bytes)}; the plan "
         f"says {show.size(seen.predicted_peak_bytes)}."
     )
-    # The figures are shown all the same: they say by how much the prediction was off.
+    # The figures are shown nevertheless: they say by how much the prediction was off.
     raise hinted(VerificationFailed(message, answer), *hints)

@@ -49,7 +49,7 @@ def frontier(
     profile = read.profile
     frame = sources.curve(profile, points, objective=objective, policies=policies, **allowed)
     if output is not None:
-        # Written beside the old file, which stays whole if this fails.
+        # Written next to the old file, which stays whole if writing fails.
         with replacing(output) as part:
             frame.to_csv(part, index=False)
     rows = frame.to_dict("records")
@@ -143,23 +143,23 @@ def layouts(
             hf = dataclasses.replace(hf, batch=devices)  # every rank needs a sample
         loaded = load_target(target, sources.dtype_for(spec, target, hf))
     with stage("tracing and planning", long=True), users_code(f"the step of {target}"):
-        found = sacplan.layouts(
+        answer = sacplan.layouts(
             loaded.model, loaded.batch, devices, device=spec, loss_fn=loaded.loss_fn, optimizer=loaded.optimizer,
             **given(asked, "device"),
         )  # fmt: skip
     # ``best`` raises if no layout fits: there is no plan to save then, and one was asked for.
-    if output is not None and found.best.plan is not None:
-        save(found.best.plan, output, origin_of(loaded))
-    frame = found.to_frame()
+    if output is not None and answer.best.plan is not None:
+        save(answer.best.plan, output, origin_of(loaded))
+    frame = answer.to_frame()
     rows = frame.to_dict("records")
     facts = {
         "command": "layouts",
         **show.target_facts(loaded, output),
-        **show.facts_of(found, ("device", "devices", "batch_size", "budget_bytes", "refused")),
+        **show.facts_of(answer, ("device", "devices", "batch_size", "budget_bytes", "refused")),
         "rows": rows,
     }
-    notes = [f"not looked at: {reason}" for reason in found.refused] + show.saved("plan", output)
-    shown = show.sections_shown([found.in_words()], loaded.facts)
+    notes = [f"not looked at: {reason}" for reason in answer.refused] + show.saved("plan", output)
+    shown = show.sections_shown([answer.in_words()], loaded.facts)
     return CommandResult(facts, [*shown, "", rows_table("layouts", [_shown(row) for row in rows])], notes)
 
 
@@ -197,7 +197,7 @@ def show_file(file: Annotated[str, o.argument("saved_file")]) -> CommandResult:
     from sacplan.planning.reading import kept_sections, layer_facts, plan_sections
     from sacplan.planning.units import kept_by_layer
 
-    # Anything else is read as a plan, whose loader says what is wrong with it.
+    # Any file but a profile is read as a plan, whose loader says what is wrong with it.
     if is_ours(Path(file), "profile"):
         profile = sacplan.Profile.load(file)
         kept = kept_by_layer(profile.program)

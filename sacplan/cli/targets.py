@@ -56,7 +56,7 @@ def load_target(text: str, options: ModelOptions, place: str = "meta") -> Target
         place: the device to make an ``hf:`` model on; on ``"meta"`` it has no weights.
 
     Raises:
-        TargetError: it does not exist, or the user's code failed. The message names the line.
+        TargetError: the target does not exist, or the user's code failed. The message names the line.
     """
     if text.startswith("diffusers:"):
         from sacplan.integrations import diffusers  # imports torch
@@ -124,7 +124,7 @@ def _meant(text: str) -> str:
 
 
 def not_a_model(text: str, profile: str = "") -> TargetError:
-    """Return the error for a JSON file in the place of a model.
+    """Return the error for a JSON file in place of a model.
 
     ``profile`` is ``"a profile or "`` where a saved profile would do as well.
     """
@@ -148,7 +148,7 @@ def users_code(name: str) -> Iterator[None]:
     """Run code of the user: its output goes to stderr, and its errors become a ``TargetError`` that names a line.
 
     An error passes through if no frame of its traceback is outside of sacplan and torch or in the forward of a module:
-    it is a bug of sacplan.
+    the error is then a bug of sacplan.
     """
     from sacplan.torch_compat.private import without_a_log  # imports torch
 
@@ -183,7 +183,7 @@ def _where(error: Exception) -> str | None:
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     skipped = [ours, contextlib.__file__, "<frozen", str(importlib.__file__)]
     skipped += [] if torch is None else [str(Path(torch).parent)]
-    found = module = None
+    place = module = None
     # From the outermost frame inwards: the last match is the innermost.
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
@@ -191,8 +191,8 @@ def _where(error: Exception) -> str | None:
         if code.co_name == "forward" and "self" in frame.f_locals:
             module = f"in {type(frame.f_locals['self']).__name__}"
         if not code.co_filename.startswith(tuple(skipped)):
-            found = f"{code.co_filename}:{line}, in {code.co_name}"
-    return found or module
+            place = f"{code.co_filename}:{line}, in {code.co_name}"
+    return place or module
 
 
 def _load_module(name: str) -> ModuleType:
@@ -239,7 +239,7 @@ def _find(module: ModuleType, attribute: str | None, text: str) -> Callable[[], 
     file = text.removesuffix(f":{attribute}")
     # A target can only have a model if it has imported torch; do not import it for this.
     torch, is_class = sys.modules.get("torch"), inspect.isclass(found)
-    # A model is callable, and its class as well.
+    # A model and its class are callable, too, but no targets.
     is_model = torch is not None and issubclass(found if is_class else type(found), torch.nn.Module)
     if callable(found) and not is_model:
         function: Callable[[], Any] = found
@@ -262,7 +262,7 @@ def _find(module: ModuleType, attribute: str | None, text: str) -> Callable[[], 
 
 
 def _target(text: str, made: Any) -> Target:
-    # Found here, where the message can name the target.
+    # Checked here, where the message can name the target.
     if isinstance(made, tuple) and len(made) == 2:
         return Target(text, *made)
     if isinstance(made, Mapping) and {"model", "batch"} <= made.keys() <= _KEYS:

@@ -1,9 +1,9 @@
 """Which attention kernel a CUDA device takes, and ``scaled_dot_product_attention`` run as that kernel.
 
-:func:`attention_backend` decides. Each fused kernel has one function that says whether it can run a call, marked
-with ``@_fused("name")``; its conditions are those of PyTorch's
-``aten/src/ATen/native/transformers/{attention.cpp,cuda/sdp_utils.cpp}``, and cuDNN's on dropout are from pull
-request #174245. A change in a release is a condition on ``call.version``.
+:func:`attention_backend` decides. Each fused kernel has one function, marked with ``@_fused("name")``, that says
+whether the kernel can run a call. The conditions are those of PyTorch's
+``aten/src/ATen/native/transformers/{attention.cpp,cuda/sdp_utils.cpp}``; cuDNN's on dropout is from pull request
+#174245. What differs between releases is a condition on ``call.version``.
 
 Private PyTorch API, tried on 2.11 and 2.13: ``torch._C._get_sdp_priority_order``.
 """
@@ -29,7 +29,7 @@ Backend = Literal["flash", "efficient", "cudnn", "math"]
 ALL_BACKENDS: tuple[Backend, ...] = ("flash", "efficient", "math", "cudnn")
 """PyTorch's order of preference where cuDNN is not promoted."""
 _PROMOTED: tuple[Backend, ...] = ("cudnn", "flash", "efficient", "math")
-"""The order that it sets itself where it is (``priority_order`` in ``sdp_utils.cpp``)."""
+"""PyTorch's order where cuDNN is promoted (``priority_order`` in ``sdp_utils.cpp``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,9 @@ class AttentionCall:
     """One call of attention, as far as the choice of a kernel depends on it.
 
     Attributes:
-        query: shape [B, H, Sq, D]; key and value alike, [B, Hk, Sk, D] and [B, Hk, Sk, Dv]. Other ranks
-            go to math (3-D ones are fused from torch 2.14).
-        mask_dim: rank of the mask, None without one. Only whether there is one matters, and its rank.
+        query: shape [B, H, Sq, D]; key and value have [B, Hk, Sk, D] and [B, Hk, Sk, Dv]. Shapes of other
+            ranks go to math (from torch 2.14 on, 3-D ones are fused).
+        mask_dim: rank of the mask; None without a mask. The mask's sizes do not matter.
         unit_last_stride: whether query, key, value and mask have stride 1 in their last dimension.
         version: of torch, (major, minor).
     """
@@ -77,7 +77,7 @@ def cudnn_promoted(spec: DeviceSpec, version: tuple[int, int]) -> bool:
     """
     sm = spec.capability
     if sm is None:
-        return False
+        return False  # no cuDNN attention: a CPU, or ROCm
     if version < (2, 14):
         return sm in ((9, 0), (10, 0), (10, 3))
     return sm[0] in (9, 10)
@@ -127,7 +127,7 @@ def _fusable(call: AttentionCall) -> bool:
 
     Four dimensions, one batch size, nothing empty, stride 1 in the last dimension, and one number of heads or groups.
     """
-    # Shapes of another rank have no heads at position 1, which the rest relies on.
+    # The checks below take position 1 for the heads, as it is in four dimensions.
     if not len(call.query) == len(call.key) == len(call.value) == 4:
         return False
     heads_q, heads_k, heads_v = call.query[1], call.key[1], call.value[1]
@@ -142,7 +142,7 @@ def _fusable(call: AttentionCall) -> bool:
 
 
 _fused: RuleTable[Callable[[DeviceSpec, AttentionCall], bool]] = RuleTable()
-"""By backend: whether it can run a call that all fused kernels could."""
+"""By backend: whether it can run a call that is ``_fusable``."""
 
 
 def _ampere_on(spec: DeviceSpec) -> bool:
@@ -155,11 +155,11 @@ def _flash_runs(spec: DeviceSpec, call: AttentionCall) -> bool:
     sm = spec.capability
     dim, dim_v = call.dims
     # On these chips flash attention's backward kernel raises for large heads, so torch refuses them where a gradient
-    # is wanted (``check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120``). Above 224 it does so only
-    # with dropout.
+    # is wanted (``check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120``). Heads above 224 are
+    # refused only with dropout.
     small_sm = sm is not None and ((8, 6) <= sm <= (8, 9) or sm[0] == 12)
     too_large = 192 < dim <= 224 or (dim > 224 and call.dropout_p > 0.0)
-    # The kernel has one head size for all operands. It takes no mask, and aligns a causal one to the last key, while
+    # The kernel has one head size for all operands. It takes no mask, and aligns a causal mask to the last key, while
     # torch's ``is_causal`` aligns it to the first: the two agree only if there are as many queries as keys. AOTriton
     # (no capability) allows larger heads. ``attention`` pads head sizes to a multiple of 8, so there is no check here.
     return (
@@ -177,14 +177,14 @@ def _flash_runs(spec: DeviceSpec, call: AttentionCall) -> bool:
 def _efficient_runs(spec: DeviceSpec, call: AttentionCall) -> bool:
     sm, ampere_on = spec.capability, _ampere_on(spec)
     # ``minimum_gemm_alignment``: tensor cores load 128 bits at a time, that is 8 half or 4 float32 elements. Volta and
-    # Turing have them for half types only. Older chips load single elements.
+    # Turing have tensor cores for half types only. Older chips load single elements.
     if call.dtype in HALF_TYPES:
         alignment = 8 if ampere_on or (sm is not None and sm[0] == 7) else 1
     else:
         alignment = 4 if ampere_on else 1
     types = (*HALF_TYPES, torch.float32) if ampere_on else (torch.float16, torch.float32)
-    # Unlike flash attention it takes a mask and float32, and values may have another head size than queries. Grouped
-    # heads it takes from 2.14 on, and not on ROCm.
+    # Unlike flash attention, it takes a mask, float32, and values whose head size is not that of the queries. It takes
+    # grouped heads from 2.14 on, and not on ROCm.
     return (
         call.dtype in types
         and (sm is None or (5, 0) <= sm <= (12, 1))
@@ -195,12 +195,11 @@ def _efficient_runs(spec: DeviceSpec, call: AttentionCall) -> bool:
 
 @_fused("cudnn")
 def _cudnn_runs(spec: DeviceSpec, call: AttentionCall) -> bool:
-    """As ``check_cudnn_tensor_shapes``, which refuses a single key, and dropout on a single query.
+    """Whether cuDNN can run the call. As in ``check_cudnn_tensor_shapes``, not a single key, nor dropout on one query.
 
-    Dropout that is not a multiple of 1/16 is refused since #174245, merged after 2.11 was cut; it would be rounded
-    before.
+    Dropout that is not a multiple of 1/16 is refused since #174245, merged after 2.11 was cut; before, it is rounded.
     """
-    # It has no gradient for the mask, and its backward pass is not deterministic.
+    # The kernel has no gradient for the mask, and its backward pass is not deterministic.
     return (
         spec.capability is not None
         and _ampere_on(spec)
@@ -217,13 +216,13 @@ def _cudnn_runs(spec: DeviceSpec, call: AttentionCall) -> bool:
 
 
 def _cudnn_takes_dims(sm: tuple[int, int], call: AttentionCall) -> bool:
-    # From 2.15 Hopper and Blackwell have forward kernels for all heads up to 256. The backward pass has only three
-    # combinations (``check_cudnn_d256_bprop_head_dim``).
+    # From 2.15 Hopper and Blackwell have forward kernels for all heads up to 256. The backward pass has only
+    # three cases (``check_cudnn_d256_bprop_head_dim``).
     if call.version >= (2, 15) and (sm == (9, 0) or sm[0] == 10):
         if call.needs_grad:
             return max(call.dims) <= 128 or call.dims in ((192, 128), (256, 256))
         return max(call.dims) <= 256
-    # Before, Blackwell has one pair of sizes beyond 128 (that of DeepSeek's attention), and Hopper all up to 256.
+    # Before, Blackwell has one pair of sizes beyond 128 (DeepSeek's), and Hopper all up to 256. Others end at 128.
     if sm[0] == 10 and call.dims == (192, 128):
         return True
     return max(call.dims) <= (256 if sm == (9, 0) else 128)
@@ -245,16 +244,16 @@ _SDP_NAMES: dict[int, Backend] = {0: "math", 1: "flash", 2: "efficient", 3: "cud
 
 
 def _user_priority() -> list[Backend] | None:
-    """The order set by ``sdpa_kernel(..., set_priority=True)``; None where it is torch's default."""
+    """Return the order set by ``sdpa_kernel(..., set_priority=True)``; None if it is torch's default."""
     names = [_SDP_NAMES[i] for i in torch._C._get_sdp_priority_order() if i in _SDP_NAMES]
     # Torch promotes cuDNN at the first call of attention on a GPU. Until then the plain order means that nobody has set
-    # one, and ``attention_backend`` chooses the order of the device that is emulated. With this variable torch promotes
-    # cuDNN nowhere, so the plain order is that of every device.
+    # one, and ``attention_backend`` chooses the order of the device that is emulated. With this variable torch never
+    # promotes cuDNN, so the plain order holds for every device.
     if names == list(ALL_BACKENDS):
         deprioritized = os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1"
         return names if deprioritized else None
-    # On a machine with a GPU this is torch's own order after that call, and says nothing of the device that is
-    # emulated. A user who has set the very same order there is taken not to have.
+    # On a machine with a GPU, this is also the order that torch sets at that first call for the GPU that is here. An
+    # equal order that the user has set cannot be told from it, and is ignored.
     if names == list(_PROMOTED) and torch.cuda.is_available():
         return None
     return names
@@ -273,12 +272,11 @@ class Arguments(NamedTuple):
     enable_gqa: bool = False
 
     def call(self) -> AttentionCall | None:
-        """Return the call as the choice of a kernel sees it; None if no fused kernel comes into question.
+        """Return the call as the choice of a kernel sees it; None if no fused kernel can take it.
 
-        That is the case with a mask on top of causal attention, and with operands of several types.
+        That is so with a mask in addition to ``is_causal``, and with operands of several types.
         """
         query, key, value, mask = self[:4]
-        # ``AttentionCall`` has one type, and says of a mask only that it is there.
         if (self.is_causal and mask is not None) or not query.dtype == key.dtype == value.dtype:
             return None
         strided = (query, key, value) if mask is None else (query, key, value, mask)
@@ -308,8 +306,8 @@ class Arguments(NamedTuple):
 def attention(spec: DeviceSpec, *args: Any, **kwargs: Any) -> Any:
     """Run ``F.scaled_dot_product_attention`` as CUDA does, by the fused op that ``attention_backend`` names or as math.
 
-    On fake CPU tensors PyTorch would take the CPU's flash kernel, which saves other tensors. So this does what
-    ``scaled_dot_product_attention`` in ``attention.cpp`` does around the fused ops: it makes the mask additive, pads
+    On fake CPU tensors PyTorch would take the CPU's flash kernel, which saves other tensors. So this function does
+    what ``scaled_dot_product_attention`` in ``attention.cpp`` does around the fused ops: makes the mask additive, pads
     head sizes for flash attention, and aligns and expands the mask for efficient attention.
     """
     arguments = Arguments(*args, **kwargs)
@@ -322,8 +320,8 @@ def attention(spec: DeviceSpec, *args: Any, **kwargs: Any) -> Any:
         # As convert_boolean_attn_mask: at the mask's own size, expanded later.
         minus_inf = torch.scalar_tensor(float("-inf"), dtype=query.dtype, device=query.device)
         mask = torch.where(mask, 0.0, minus_inf)
-    # A composite of plain ops: what it keeps for the backward pass shows op by op. It takes operands of any rank, so it
-    # comes before the batch dimension is added.
+    # Math is a composite of plain ops, each of which shows what it keeps for the backward pass. Math takes operands of
+    # any rank, so this comes before the batch dimension is added.
     if backend == "math":
         out = aten._scaled_dot_product_attention_math.default(
             query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
@@ -358,10 +356,10 @@ def attention(spec: DeviceSpec, *args: Any, **kwargs: Any) -> Any:
 def _aligned(bias: torch.Tensor) -> torch.Tensor:
     """Pad the bias so that rows start at multiples of 8 elements, as ``preprocess_mask`` in ``attention.cpp`` does.
 
-    The padding counts: the padded bias is saved for the backward pass. A width that is a multiple of 8 already gets 8
-    more columns if another stride is not aligned, as there.
+    The padding counts: the padded bias is saved for the backward pass. As in torch, a width that is a multiple of 8
+    already gets 8 more columns if another stride is not aligned.
     """
-    # Rows that start at aligned addresses already: the mask is used, and saved, as it is.
+    # All rows start at aligned addresses already: the mask is used, and saved, without a copy.
     if bias.stride(-1) == 1 and all(stride % 8 == 0 for stride in bias.stride()[:-1]):
         return bias
     columns = bias.shape[-1]

@@ -2,8 +2,8 @@
 
 While the kernels of a CUDA device are emulated, ``torch.autocast("cuda")`` and ``torch.autocast("cpu")`` are
 the same: both switch on what CUDA's autocast does. Ops that torch's own CPU autocast casts as CUDA's does keep
-its C++ kernel, and with it the weight cache; the others get a Python kernel for ``AutocastCPU``. It caches the
-casts of weights as C++ does: those of float32 leaves that need a gradient, until the outermost autocast is left.
+their C++ kernel and its weight cache; the others get a Python kernel for ``AutocastCPU``, which caches the same
+casts as C++ does: those of float32 leaves that need a gradient, until the outermost autocast is left.
 
 ``policies`` are the lists of ``ATen/autocast_mode.h`` and ``autocast_mode.cpp``; the tests compare them with
 the header of the installed torch. They are in ``autocast.json``: to add an op, add its name to the list of its policy.
@@ -13,7 +13,7 @@ Not emulated: ``torch.autocast`` objects made earlier, in a build without CUDA (
 warning); ``GradScaler``.
 
 Private PyTorch APIs, tried on 2.11 and 2.13: ``torch._C._ExcludeDispatchKeyGuard``,
-``torch._C._dispatch_has_kernel_for_dispatch_key``, and that ``torch.autocast`` keeps ``device``.
+``torch._C._dispatch_has_kernel_for_dispatch_key``, and ``torch.autocast.device``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from sacplan.torch_compat.private import replaced
 
 Policy = Literal["lower", "fp32", "fp32_dtype", "fp32_norm", "promote", "banned", "none"]
 """``lower``: tensors are cast to autocast's type. ``fp32``: to float32. ``fp32_dtype``: the op is asked for a
-float32 result. ``fp32_norm``: the same, by another overload. ``promote``: to the widest type among them."""
+float32 result. ``fp32_norm``: the same, by another overload. ``promote``: to the widest type among the operands."""
 
 _AUTOCAST_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
@@ -59,7 +59,7 @@ def policies(version: tuple[int, int] | None = None) -> dict[str, Policy]:
     }
 
 
-# What torch's CPU autocast does to ops that CUDA's treats differently; the rest of its list is cast to float32.
+# Ops that torch's CPU autocast promotes and CUDA's does not list. Others that only the CPU's lists become float32.
 _CPU_PROMOTES = frozenset(("cat", "stack", "index_copy"))
 # Lower on the CPU's list and reached through ops that are lower on CUDA's: nothing to change.
 _CPU_LOWER = frozenset(
@@ -76,7 +76,7 @@ _CPU_LOWER = frozenset(
 
 @functools.cache
 def _cpu_list() -> frozenset[str]:
-    """Return the ops that PyTorch's CPU autocast has a kernel for. To be cached before ours are registered."""
+    """Return the ops that PyTorch's CPU autocast has a kernel for. To be called before ours are registered."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = (n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::"))
     return frozenset(n.removeprefix("aten::") for n in names if has(n, "AutocastCPU"))
@@ -85,15 +85,15 @@ def _cpu_list() -> frozenset[str]:
 @functools.cache
 def differing() -> dict[str, tuple[Policy, Policy]]:
     """Return (CUDA's policy, the CPU's policy) by op, for the ops whose policies differ."""
-    wanted, there = policies(), _cpu_list()
+    on_cuda, on_cpu = policies(), _cpu_list()
     result: dict[str, tuple[Policy, Policy]] = {}
-    for name, policy in wanted.items():
-        if name not in there:
+    for name, policy in on_cuda.items():
+        if name not in on_cpu:
             if op_of_schema(f"aten::{name}") is not None:
                 result[name] = (policy, "none")
-        elif policy not in ("lower", "fp32"):  # where both have the op, those two agree
+        elif policy not in ("lower", "fp32"):  # these two policies are the same in both lists
             result[name] = (policy, "fp32")
-    for name in there - wanted.keys() - _CPU_LOWER:
+    for name in on_cpu - on_cuda.keys() - _CPU_LOWER:
         result[name] = ("none", "promote" if name in _CPU_PROMOTES else "fp32")
     return result
 
@@ -138,7 +138,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     )
     if not cached:
         return tensor.to(dtype)
-    key = (id(tensor), dtype)  # the entry holds the tensor, so that no other one gets its id
+    key = (id(tensor), dtype)  # the entry holds the tensor, so that no other tensor gets its id
     if key not in _local.cache:
         _local.cache[key] = (tensor, tensor.to(dtype))
     return _local.cache[key][1]
@@ -153,14 +153,14 @@ def _cast_all(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _apply(policy: Policy, op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``op`` under ``policy``; autocast's key is off."""
-    # Two policies leave the operands as they are, and ask the op for a float32 result: a cast would be one more tensor
-    # of the input's size. Both look at the first argument only, as the C++ wrappers do.
+    """Call ``op`` under ``policy``; the caller has excluded autocast's dispatch key."""
     if policy == "banned":
         raise DeviceError(
             f"{op} is unsafe to autocast on CUDA, where torch refuses it. Use binary_cross_entropy_with_logits, "
             "or call it under torch.autocast(enabled=False)."
         )
+    # The next two leave the operands as they are, and ask the op for a float32 result: a cast would be one more tensor
+    # of the input's size. Both look at the first argument only, as the C++ wrappers do.
     if policy == "fp32_dtype" and _eligible(args[0]):
         given = arguments_by_name(op, args, kwargs)
         if given["dtype"] is None:
@@ -202,9 +202,9 @@ def _kernel(
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         policy = cuda if is_emulated((args, kwargs)) else cpu
-        # With the key still on: excluded, the inner ops would run without autocast.
+        # Autocast's key stays on here, so that the composite's inner ops are cast.
         if policy == "none" and is_composite:
-            return run_composite(op, *args, **kwargs)  # the ops that it is made of are cast
+            return run_composite(op, *args, **kwargs)
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_CPU):
             return _apply(policy, op, args, kwargs)
 
@@ -217,7 +217,7 @@ def _kernel(
 
 @contextmanager
 def cuda_autocast_on_cpu(is_active: Callable[[], object]) -> Iterator[None]:
-    """``torch.autocast`` treats "cuda" and "cpu" alike where ``is_active()``, which is asked in each thread.
+    """Make ``torch.autocast`` treat "cuda" and "cpu" alike where ``is_active()``, which is asked in each thread.
 
     The methods of the class are replaced, so that subclasses and decorators have them too.
     """
@@ -239,20 +239,20 @@ def cuda_autocast_on_cpu(is_active: Callable[[], object]) -> Iterator[None]:
 
     @functools.wraps(enter)
     def patched_enter(this: autocast) -> Any:
-        # An autocast for another device, or outside of an emulated one: torch's own, and nothing to undo on exit.
+        # An autocast for another device, or while none is emulated: torch's own, and nothing to undo on exit.
         if this.device not in ("cpu", "cuda") or not is_active():
             return enter(this)
         # One object may be entered twice, so what is to be restored lies on a stack and not on the object.
         _local.entered.append((this, this.device, _cuda_state()))
         this.device = "cpu"
         result = enter(this)
-        # Code that asks for CUDA's state finds what it would find there; no kernel of a CPU tensor reads it.
+        # Code that asks for CUDA's state gets what it would get on a GPU. No kernel of a CPU tensor reads it.
         _set_state("cuda", (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
         return result
 
     @functools.wraps(leave)
     def patched_exit(this: autocast, *error: Any) -> Any:
-        # Entered by torch's own method, before the device was active or for another device.
+        # Entered by torch's own method (for another device, or before the emulation), so left by torch's own, too.
         if not _local.entered or _local.entered[-1][0] is not this:
             return leave(this, *error)
         _, device, state = _local.entered.pop()
@@ -280,9 +280,9 @@ def _set_state(device: str, state: tuple[bool, torch.dtype]) -> None:
 
 @contextmanager
 def outer_autocast() -> Iterator[None]:
-    """Apply an autocast for CUDA that was entered before the device to fake CPU tensors inside."""
+    """Apply a CUDA autocast that was entered before the emulated device to the fake CPU tensors inside."""
     enabled, dtype = _cuda_state()
-    # Nothing is entered, or the CPU's own autocast is on already, and its kernels are the emulated ones.
+    # No CUDA autocast is on, or the CPU's is on already, whose kernels are the emulated ones.
     if not enabled or torch.is_autocast_enabled("cpu"):
         yield
         return

@@ -19,9 +19,9 @@ to powers of two, no garbage collection):
 With ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` (:class:`ExpandableAllocator`) a pool has one segment that
 grows at its end:
 
-3. ``try_allocate_expandable_block``: if no block fits, memory is mapped behind the last one, in pages of 2 MiB (small)
-   or 20 MiB (large). If the last block is free, it is part of the new one.
-2. ``get_free_block``: the last block counts as large as it could grow, so the next larger one is taken before it.
+3. ``try_allocate_expandable_block``: if no block fits, memory is mapped after the last one, in pages of 2 MiB (small)
+   or 20 MiB (large). If the last block is free, it becomes part of the new one.
+2. ``get_free_block``: the last block counts as large as it could grow, so any other block that fits is taken first.
 4. ``should_split``: a remainder of 512 bytes or more is split off in both pools.
 
 Invariant: the blocks of a segment cover it without gaps, and no two neighbours are both free.
@@ -67,10 +67,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Memory that is reserved at once, and stays reserved.
+    """Memory that is reserved by one request to the driver, and stays reserved.
 
     Attributes:
-        address, nbytes: where.
+        address, nbytes: its place and size.
         first: the first of its blocks.
     """
 
@@ -86,10 +86,10 @@ class Segment:
 
 
 class OutOfDeviceMemory(Exception):
-    """A request that the memory of the device has no room for, without all that is cached.
+    """A request does not fit the device, even after all cached segments have gone back to the driver.
 
     Attributes:
-        needs: bytes that would have to be reserved.
+        needs: bytes that would have to be reserved in all.
     """
 
     def __init__(self, needs: int) -> None:
@@ -111,7 +111,7 @@ class CachingAllocator:
         self.segments: list[Segment] = []
         self.allocated_bytes = self.reserved_bytes = self.retries = 0
         self._capacity = capacity
-        self._end = 0  # of all addresses so far
+        self._end = 0  # the address after the last segment
         self.peak_allocated_bytes = 0
         self._free: defaultdict[PoolKey, list[tuple[int, int]]] = defaultdict(
             list
@@ -133,8 +133,8 @@ class CachingAllocator:
     def free(self, block: Block) -> None:
         """Give a block back; it merges with free neighbours."""
         self.allocated_bytes -= block.nbytes
-        # Neighbours are unlisted before their size changes: the free list is sorted by size. The block takes in the one
-        # before it first, and then whatever lies behind the two.
+        # Neighbours are unlisted before their size changes: the free list is sorted by size. The block first becomes
+        # part of a free one before it, and then takes in a free one after it.
         before, after = block.before, block.after
         if before is not None and before.free:
             self._forget(before)
@@ -161,15 +161,15 @@ class CachingAllocator:
         return block
 
     def _choose(self, blocks: list[tuple[int, int]], at: int) -> int:
-        """Return the place of the block to take; ``at`` is that of the smallest that fits, at the lowest address."""
+        """Return the index in ``blocks`` of the one to take; ``at`` is the index of the first that is large enough."""
         return at
 
     def _min_rest(self, pool: PoolKey) -> int:
-        """Return from how many bytes on a remainder is split off."""
+        """Return the fewest bytes of a remainder that is split off."""
         return MIN_BLOCK_BYTES if pool[1] else SMALL_BYTES + 1
 
     def _new_block(self, nbytes: int, pool: PoolKey) -> Block:
-        """Reserve a segment, as one block."""
+        """Reserve a segment, and return it as one block."""
         if pool[1]:
             size = SMALL_SEGMENT_BYTES
         elif nbytes < MIN_OWN_SEGMENT_BYTES:
@@ -181,7 +181,7 @@ class CachingAllocator:
             self.empty_cache()
             if self.reserved_bytes + size > self._capacity:
                 raise OutOfDeviceMemory(self.reserved_bytes + size)
-        address = self._end  # segments lie one after the other; blocks of two never merge
+        address = self._end  # segments lie side by side, but their blocks never merge
         self._end += size
         self.reserved_bytes += size
         block = Block(address, size, pool)
@@ -189,7 +189,7 @@ class CachingAllocator:
         return block
 
     def empty_cache(self) -> None:
-        """Give segments back of which no block is in use, as ``torch.cuda.empty_cache()`` does."""
+        """Give back the segments without a block in use, as ``torch.cuda.empty_cache()`` does."""
         free = [segment for segment in self.segments if segment.first.free and segment.first.after is None]
         for segment in free:
             self._forget(segment.first)
@@ -223,7 +223,7 @@ class ExpandableAllocator(CachingAllocator):
         self._last: dict[PoolKey, Block] = {}  # by pool, the block at the end of its segment
 
     def _choose(self, blocks: list[tuple[int, int]], at: int) -> int:
-        # Only the last block of the segment can grow, and no other one is as large as it could become.
+        # The last block of the segment could grow, so it counts as larger than the others: the next one fits best.
         if at < len(blocks) - 1 and self._at[blocks[at][1]].after is None:
             return at + 1
         return at
@@ -252,13 +252,13 @@ class ExpandableAllocator(CachingAllocator):
 
     def _remember(self, block: Block) -> None:
         super()._remember(block)
-        # It has grown by a block that was the last, or was split off the last.
+        # It has just taken in the last block of the segment, or has been split off it.
         if block.after is None:
             self._last[block.pool] = block
 
 
 class NoAllocator(CachingAllocator):
-    """A device without a caching allocator, as a CPU: what is asked for is allocated, and what is freed is gone."""
+    """A device without a caching allocator, such as a CPU: it gives what is asked for, and keeps nothing."""
 
     def allocate(self, nbytes: int, stream: int = 0) -> Block:
         """Return a block of exactly ``nbytes``."""

@@ -18,8 +18,7 @@ Times of ops add up: they are what the device takes, launches included. Where th
 device runs them, as in eager mode with small tensors, a step takes longer than the sum.
 
 Known simplifications: caches are modelled only where a kernel reads its own operand again; on a CPU recurrent layers
-(oneDNN) count no FLOPs; fp32 attention follows the same TF32 switch as matrix
-products.
+(oneDNN) count no FLOPs; fp32 attention follows the same TF32 switch as matrix products.
 
 Private PyTorch API, tried on 2.11 and 2.13: the ``OpOverload`` schema.
 """
@@ -41,7 +40,7 @@ from sacplan.torch_compat.calls import Call as AnyCall
 from sacplan.torch_compat.host_memory import TO_DEVICE, TO_HOST
 from sacplan.torch_compat.ops import aten_names
 
-# Launch no kernel: they look at metadata, or only allocate. Views are found by their schema.
+# Ops that launch no kernel: they look at metadata, or only allocate. Views are recognized by their schema.
 _FREE = aten_names("""
     empty empty_like empty_strided empty_permuted empty_quantized new_empty new_empty_strided _unsafe_view detach_
     lift_fresh resize_ set_ is_same_size is_pinned _has_compatible_shallow_copy_type _version sym_size sym_stride
@@ -100,25 +99,25 @@ class CostModel:
         self._tf32 = tf32_allowed() if tf32 is None else tf32
         self._conv_tf32 = tf32_allowed(torch.backends.cudnn) if tf32 is None else tf32
         self._known: dict[Any, tuple[int, float]] = {}
-        # For each kind, how many of what it waits for are done in a millisecond.
+        # By kind of kernel: how fast it moves bytes and goes through elements.
         self._speeds = speeds_of(spec) if spec.kind == "cuda" else {}
 
     def cost(self, call: Call) -> tuple[int, float]:
         """Return (FLOPs, milliseconds) of one call of an op."""
         if is_free(call.func):
             return 0, 0.0
-        # The output is in the key: where its size depends on data, equal arguments may give another one.
+        # The output is in the key: where its size depends on data, equal arguments may give outputs of several sizes.
         key = op_key(call, signature(call.returned), _repeats(call.args))
         if key not in self._known:
             self._known[key] = self._compute(call)
         return self._known[key]
 
     def _compute(self, call: Call) -> tuple[int, float]:
-        func, args, count = call.func, call.args, call.flops
+        func, args, flops = call.func, call.args, call.flops
         call.tf32 = self._runs_tf32(call)
         peak = self.spec.reached_flops(_matrix_dtype(call), tf32=call.tf32)
         if func._schema.name == _FROM_HOST:
-            # An update that another processor makes: no kernel of the device, and no FLOPs of it.
+            # The host's processor makes this update: no kernel and no FLOPs of the device.
             parameters, read_bytes = args
             updated = zip(map(tensor_bytes, parameters), read_bytes, strict=True)
             return 0, update_and_copy_ms(updated, self.spec)
@@ -127,9 +126,9 @@ class CostModel:
         if func in (TO_DEVICE, TO_HOST):
             return 0, copy_ms(tensor_bytes(call.returned), args[1], self.spec)
         if self.spec.kind == "cuda":
-            return count, sum(self.kernel_ms(kernel, peak) for kernel in kernels_of(call))
+            return flops, sum(self.kernel_ms(kernel, peak) for kernel in kernels_of(call))
         memory_s = call.nbytes / (self.spec.bandwidth_bytes_per_s * self.spec.bandwidth_efficiency)
-        return count, max(count / peak, memory_s) * 1e3 + self.spec.kernel_launch_us * 1e-3
+        return flops, max(flops / peak, memory_s) * 1e3 + self.spec.kernel_launch_us * 1e-3
 
     def _runs_tf32(self, call: Call) -> bool:
         allowed = self._conv_tf32 if "conv" in call.func._schema.name else self._tf32
@@ -140,13 +139,13 @@ class CostModel:
 
         Args:
             kernel: the kernel.
-            flops_per_s: what large matrix products of its type reach.
+            flops_per_s: what large matrix products of its type reach; only read for a kernel that has FLOPs.
         """
         speed = self._speeds[kernel.kind]
+        # Each multiprocessor has its share of the device; the one with the most work is waited for.
         elements = max(kernel.elements, kernel.block_elements * self.spec.sm_count)
         ms = max(kernel.nbytes / speed.bytes_per_ms, elements / speed.elements_per_ms)
         if kernel.flops:
-            # Each multiprocessor has its share of the peak; the one with the most work is waited for.
             flops = max(kernel.flops, kernel.block_flops * self.spec.sm_count)
             ms = max(ms, 1e3 * flops / (flops_per_s * speed.matrix_share))
         return ms + kernel.launches * self.spec.kernel_launch_us * 1e-3
@@ -161,7 +160,7 @@ def fused_ms(spec: DeviceSpec, name: str, nbytes: int) -> float:
 
 
 def _repeats(args: Sequence[Any]) -> int:
-    """Return how many of the arguments are tensors that were given before: ``x * x`` reads once, ``x * y`` twice."""
+    """Return how many tensor arguments repeat an earlier one: ``x * x`` reads one tensor, ``x * y`` two."""
     tensors = [id(arg) for arg in args if isinstance(arg, torch.Tensor)]
     return len(tensors) - len(set(tensors))
 

@@ -1,12 +1,12 @@
 """The size of a cuBLAS workspace, and whether it stays allocated.
 
 PyTorch gives cuBLAS a workspace out of its caching allocator, so it counts as allocated, and no dispatch mode sees it.
-Without it every peak on a GPU would be too low by 8.1 to 128 MiB for each thread that multiplies.
+Without workspaces, every peak on a GPU would be too low by 8.1 to 128 MiB for each thread that multiplies.
 
 Source of the sizes: ``aten/src/ATen/cuda/CublasHandlePool.cpp``; 32 MiB on Blackwell since pull request
-#175344 (2.12). One for each handle and stream: ``ATen/cuda/CUDAContextLight.h`` of 2.13 and 2.14. On an H100 with torch
-2.11 they are as stated here; ``benchmarks/gpu.py`` prints what is there. cuBLASLt, which adds a bias to a product, has
-workspaces of its own, of 1 MiB (``CUDABlas.cpp``), until it shares those of cuBLAS (torch 2.14).
+#175344 (2.12). There is one for each handle and stream: ``ATen/cuda/CUDAContextLight.h`` of 2.13 and 2.14. On an
+H100 with torch 2.11 the sizes are those; ``benchmarks/gpu.py`` prints those of the local GPU. cuBLASLt, which adds a
+bias to a product, has workspaces of its own, of 1 MiB (``CUDABlas.cpp``), until it shares those of cuBLAS (torch 2.14).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def library_workspace_bytes(spec: DeviceSpec, version: tuple[int, int] | None = 
 def bias_workspace_bytes(spec: DeviceSpec, version: tuple[int, int] | None = None) -> int:
     """Return the bytes of one workspace of cuBLASLt, where it has its own; 0 on a CPU and on ROCm.
 
-    With ``spec.matmul_workspace_bytes`` it is 0, too: that is all that there is.
+    0, too, where ``spec.matmul_workspace_bytes`` is given, which then stands for all workspaces.
     """
     own = spec.kind == "cuda" and spec.capability is not None and spec.matmul_workspace_bytes is None
     return MIB if own and (torch_version() if version is None else version) < (2, 14) else 0

@@ -51,8 +51,8 @@ def _run(mode: int, op: torch._ops.OpOverload, spec: DeviceSpec, *args: Any) -> 
     projected = cell is not None and hidden.shape[2] != cell.shape[2]
     if not takes_cudnn(spec, input.dtype) or projected or input.numel() == 0:
         return run_composite(op, *args)
-    # Empty: on CUDA the parameters are views of this buffer, so one of full size would count the weights twice.
-    flat_weight = params[0].new_empty(0)  # stands for the buffer that all weights are views of
+    # Stands for the buffer that all weights are views of on CUDA. Empty: at full size it would count the weights twice.
+    flat_weight = params[0].new_empty(0)
     output, last_hidden, last_cell, _reserve, _ = aten._cudnn_rnn.default(
         input, params, 4 if has_biases else 2, flat_weight, hidden, cell, mode, hidden.shape[2], 0, num_layers,
         batch_first, dropout, train, bidirectional, [], None,
@@ -65,7 +65,7 @@ for _mode, _op in enumerate((aten.rnn_relu.input, aten.rnn_tanh.input, aten.lstm
 
 
 def reserve_bytes(mode: int, states: int, num_layers: int, dropout: float, element_size: int) -> int:
-    """Estimate the bytes that the forward pass keeps.
+    """Estimate the bytes that the forward pass keeps for the backward pass.
 
     kept * states * layers * element_size, with ``kept`` of ``_KEPT_PER_STEP``; with dropout, another byte for each of
     the states between two layers. See the module's docstring.
@@ -73,7 +73,8 @@ def reserve_bytes(mode: int, states: int, num_layers: int, dropout: float, eleme
     Args:
         mode: cuDNN's.
         states: elements of a layer's hidden states of all steps, T * N * H * directions.
-        num_layers, dropout, element_size: of the module, and of its type.
+        num_layers, dropout: of the module.
+        element_size: bytes of an element of the input.
     """
     masks = states * (num_layers - 1) if dropout > 0 else 0
     return _KEPT_PER_STEP[mode] * states * num_layers * element_size + masks
@@ -83,7 +84,7 @@ def reserve_bytes(mode: int, states: int, num_layers: int, dropout: float, eleme
 def fake_forward(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Make fake output, last hidden state, last cell state, reserve [bytes], and the flat weights as given."""
     a = arguments_by_name(func, args, kwargs)
-    # Packed sequences and projections: only somebody who calls the op itself gets here, and has torch's own kernel.
+    # ``_run`` never calls the op with packed sequences or projections: such a direct call has torch's own fake kernel.
     if len(a["batch_sizes"]) or a["proj_size"]:
         return NotImplemented
     directions = 2 if a["bidirectional"] else 1

@@ -10,10 +10,11 @@ The play begins as a process does, since the order in which things come decides 
 1. The model: parameters and buffers.
 2. The first step. The optimizer's state comes when its ``step`` begins, into blocks that the backward pass has freed.
 3. More steps, until one reserves nothing more. When a step begins, the next batch is there before the old one goes,
-   and then the gradients go (``zero_grad``). The loss, and whatever else the step before has left, is in a variable of
-   the loop until the forward pass has returned.
+   and then the gradients go (``zero_grad``). The loss, and whatever else the step before has left, stays in a variable
+   of the loop until the forward pass has returned.
 
-A step that adds to gradients of earlier micro-batches is played as two micro-steps, of which the first makes them.
+A step that adds to gradients of earlier micro-batches is played as two micro-steps, the first of which makes the
+gradients.
 
 The workspaces that cuBLAS keeps stay from step to step. Buffers that ``fully_shard`` allocates on streams of their own
 have pools of their own, as in torch.
@@ -49,7 +50,7 @@ from sacplan.device.caching_allocator import (
 ZeroGrad = Literal["step", "backward"]
 
 _STEPS = 8
-"""Steps after the first, at most. Two are enough as a rule, but some reserve one more segment each time."""
+"""Steps after the first, at most. Two are usually enough, but some programs reserve one more segment in each."""
 
 _STREAMS = {"fsdp.all_gather_copy_in.default": 1, "c10d._reduce_scatter_base_.default": 2}
 """Ops that allocate on a stream of their own: ``foreach_all_gather`` and ``foreach_reduce`` in torch's
@@ -105,7 +106,7 @@ class DeviceMemory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if (expandable_segments() if expandable is None else expandable)
             else (self.first_step, self.steps)
         )
-        return max(each.max_memory_reserved for each in peaks)
+        return max(peak.max_memory_reserved for peak in peaks)
 
 
 def expandable_segments(environment: Mapping[str, str] = os.environ) -> bool:
@@ -131,9 +132,9 @@ def device_memory(program: Program) -> DeviceMemory:
 
 
 def reserved_bytes(program: Program, *, expandable: bool | None = None) -> int:
-    """Return what ``DeviceMemory.reserved_bytes`` does, for which one of the two settings is enough to play."""
+    """Return ``DeviceMemory.reserved_bytes`` of a program, of which only the setting asked for is played."""
     peaks = _played(program, expandable=expandable_segments() if expandable is None else expandable)
-    return max(each.max_memory_reserved for each in peaks)
+    return max(peak.max_memory_reserved for peak in peaks)
 
 
 WITH_RETRIES = "It still runs, with allocation retries: torch gives cached memory back, which takes time."
@@ -141,10 +142,10 @@ WITH_RETRIES = "It still runs, with allocation retries: torch gives cached memor
 
 
 def retries_within(program: Program, n_bytes: int) -> int | None:
-    """Return how often torch gives cached segments back in a run that may reserve so much; None if it runs out.
+    """Return how often torch gives cached segments back in a run that may reserve ``n_bytes``; None if it needs more.
 
-    Each time costs a synchronization and new segments. A run of a few steps: until nothing changes, at most eight.
-    None with expandable segments, too: what torch gives back of those is not played.
+    Each time costs a synchronization and new segments. The run is that of ``peaks_on``. None with expandable segments,
+    too: what torch gives back of those is not simulated.
     """
     if expandable_segments():
         return None
@@ -169,7 +170,7 @@ def _played(program: Program, *, expandable: bool) -> tuple[AllocatorPeaks, Allo
 def peaks_on(
     allocator: CachingAllocator, program: Program, *, zero_grad: ZeroGrad = "step"
 ) -> tuple[AllocatorPeaks, AllocatorPeaks]:
-    """Train on an empty allocator. Return the peaks of the first step, and of all until nothing changes.
+    """Train on an empty allocator; return the peaks of the first step, and of all steps until nothing changes.
 
     ``zero_grad`` says when the loop drops the gradients: between two steps, or right before the next backward pass.
     """
@@ -189,21 +190,21 @@ def peaks_on(
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The allocations and frees of a process. A block is an index into ``sizes``, which the allocator is to give.
+    """The allocations and frees of a process. A block is an index into ``sizes``.
 
     Attributes:
         sizes: bytes of each block.
         streams: stream of the blocks that are not on the main one.
         model: blocks that are there before the first step.
-        given: blocks that each step is given anew, as the batch.
+        given: blocks that each step is given, such as the batch.
         state: blocks that come when the optimizer's ``step`` begins for the first time.
-        forward, backward, optimizer: changes of a step until its backward pass begins, then until the optimizer's
-            ``step`` does, and after: a block, or the complement ``~block`` of one that is freed.
+        forward, backward, optimizer: changes of a step until its backward pass begins, until the optimizer's ``step``
+            begins, and from then on. A change is a block that is allocated, or ``~block`` for one that is freed.
         gradients, leftover: gradients, and other blocks, that nothing has freed when the step is over.
-        renewed: by block that is there when the step is over, the one that it is at the beginning of the next.
+        renewed: by block that is alive when a step is over, the block that it becomes when the next step begins.
         staying: blocks that come in a step and stay, in order.
-        added: with accumulation, by block of a gradient that is added to an earlier one, that one. In the first
-            micro-step there is none yet, and the block itself becomes the gradient.
+        added: with accumulation, by block of a gradient that is added to an earlier one, the block of the latter. The
+            first micro-step has no earlier gradient, so the block itself becomes the gradient.
     """
 
     sizes: list[int]
@@ -236,11 +237,11 @@ def changes_of(program: Program) -> Changes:
     end = len(reader.changes)
     optimizer_at = reader.begins.get(Phase.OPTIMIZER, end)
     backward_at = min(reader.begins.get(Phase.BACKWARD, end), optimizer_at)
-    there = frozenset(initial)
-    gone = reader.workspaces | there
-    left = {s: block for s, block in reader.block_of.items() if block not in gone}  # when the step is over
-    # A tensor that was there may be replaced by another one: Adafactor makes some of its state anew in each step. It is
-    # then what the next step begins with. Where nothing takes its place, it is given to each step, as the batch is.
+    elsewhere = reader.workspaces.union(initial)
+    # What the step has made and not freed.
+    left = {s: block for s, block in reader.block_of.items() if block not in elsewhere}
+    # A tensor from before the step may be freed in it and replaced by a new one, as some of Adafactor's state is. The
+    # next step then begins with the new one. A tensor without a replacement is given to each step, as the batch is.
     changed = {~change for change in reader.changes if change < 0}
     renewed: dict[int, int] = {}
     given = [s for s in initial if kinds[s] not in _STAYS]
@@ -272,23 +273,23 @@ def changes_of(program: Program) -> Changes:
 
 
 def _added(program: Program, freed: Collection[int]) -> dict[int, int]:
-    """Return, by storage of a gradient that the backward pass adds to one that was there, the latter.
+    """Return, by storage of a gradient that the backward pass adds to an earlier one, the storage of the latter.
 
     Gradients of a rank of FSDP2 are not among them: shards stay as they are from step to step.
     """
-    kinds, sizes, there = program.storage_kinds, program.storage_bytes, frozenset(program.initial)
-    found: dict[int, int] = {}
+    kinds, sizes, earlier = program.storage_kinds, program.storage_bytes, frozenset(program.initial)
+    added: dict[int, int] = {}
     for op in program.ops:
         # A sum in place writes one tensor, a gradient from before the step. It reads another of the same size, which is
         # new and not needed any more.
         if op.phase != Phase.BACKWARD or len(op.mutates) != 1:
             continue
         (total,) = op.mutates
-        if total not in there or kinds[total] != StorageKind.GRADIENT or total in found.values():
+        if total not in earlier or kinds[total] != StorageKind.GRADIENT or total in added.values():
             continue
-        new = (s for s in op.reads if s not in there and s in freed and sizes[s] == sizes[total])
-        found.update((s, total) for s in itertools.islice(new, 1))
-    return found
+        new = (s for s in op.reads if s not in earlier and s in freed and sizes[s] == sizes[total])
+        added.update((s, total) for s in itertools.islice(new, 1))
+    return added
 
 
 class BlockReader(Fold):
@@ -312,12 +313,12 @@ class BlockReader(Fold):
         self.block_of = {s: s for s in program.initial if program.device_bytes[s]}
         self.storage_of = {block: s for s, block in self.block_of.items()}
         self.begins: dict[Phase, int] = {}
-        # No op makes a workspace, and no tensor is on it.
+        # Only a library's workspace is allocated without a tensor on it.
         seen = {tensor.storage for tensor in program.tensors}
         self.workspaces = {arg for code, arg in program.events if code == Event.ALLOC and arg not in seen}
-        self._overwritten = -1  # a storage whose block was taken over by the op before
+        self._overwritten = -1  # the storage whose block the op before took over; -1: none
         self._moved: set[int] = set()  # storages whose own block is another version's, or of another size
-        self._resized: dict[int, int] = {}  # their bytes now
+        self._resized: dict[int, int] = {}  # by resized storage, its bytes now
         super().__init__(program)  # it calls ``hold`` for what is alive at first
 
     def step(self, code: int, arg: int) -> None:
@@ -327,7 +328,7 @@ class BlockReader(Fold):
             return
         op = self.program.ops[arg]
         self.begins.setdefault(op.phase, len(self.changes))
-        # The block went to the new version, but the old one is still there: it was kept after all.
+        # The old version gave its block to the new one, but is still held: it needs another.
         if self._overwritten >= 0 and self.holders[self._overwritten]:
             self._allocate(self._overwritten)
         self._overwritten = -1
@@ -374,7 +375,7 @@ class BlockReader(Fold):
             self.changes.append(~old)
 
     def _more(self, n_bytes: int) -> int:
-        """Add a block that is not a storage's own."""
+        """Return a new block of ``n_bytes``, beyond those of the storages."""
         self.sizes.append(n_bytes)
         return len(self.sizes) - 1
 
@@ -382,11 +383,11 @@ class BlockReader(Fold):
 class TrainingRun:
     """A process that trains: its allocator, and the blocks that it holds.
 
-    Its steps may be of several programs, if these are of one model and optimizer: other sizes of batches, other plans.
+    Its steps may be of several programs of one model and optimizer: with other sizes of batches, or other plans.
 
     Attributes:
-        between_bytes: the most that was allocated when the last step began, of training or of an evaluation: the batch
-            before and the gradients are still there when the next batch is. It is not part of the peak of a step.
+        between_bytes: the most that was allocated when the last step began, of training or of an evaluation: the next
+            batch is there before the last batch and the gradients go. This is not part of the peak of a step.
     """
 
     def __init__(self, allocator: CachingAllocator, zero_grad: ZeroGrad = "step") -> None:
@@ -399,7 +400,7 @@ class TrainingRun:
         self._evaluation: TrainingRun | None = None
 
     def step(self, changes: Changes) -> AllocatorPeaks:
-        """Run one step, and return its peaks; with accumulation two micro-steps, of which the last has all alive."""
+        """Run one step, and return its peaks; with accumulation, those of the second of two micro-steps."""
         if changes.added:
             self.micro_step(changes, updates=False)
         return self.micro_step(changes, adds=bool(changes.added))
@@ -407,11 +408,11 @@ class TrainingRun:
     def evaluate(self, changes: Changes) -> AllocatorPeaks:
         """Run a step without gradients, and return its peaks. All that training holds stays there.
 
-        Its batch and outputs stay until those of the next one are there, or training goes on.
+        Its batch and outputs stay until those of the next evaluation are there, or training goes on.
         """
         if self._evaluation is None:
             self._evaluation = inner = TrainingRun(self.allocator)
-            # The model is there, and so are the workspaces that libraries keep.
+            # Not ``_NOTHING`` itself, so that the model is not allocated again, nor are the libraries' workspaces.
             inner.changes = dataclasses.replace(_NOTHING, staying=self.changes.staying)
             inner.blocks = {
                 index: self.blocks[index] for index in self.changes.staying if index in self.blocks
@@ -428,6 +429,7 @@ class TrainingRun:
             adds: Whether it adds to the gradients of the micro-step before; else it drops them.
             updates: Whether the optimizer steps.
         """
+        # Training goes on: the blocks of an evaluation go, except those that it shares.
         if self._evaluation is not None:
             ours = set(self.blocks.values())
             self._free(block for block in self._evaluation.blocks.values() if block not in ours)
@@ -437,15 +439,15 @@ class TrainingRun:
         if last is _NOTHING:
             self._change(changes.model)
         kept = frozenset(changes.added.values() if adds else ())
-        # Out of the way of the blocks of the same names that this step makes. A step may free its own batch.
+        # Popped, since this step makes blocks of the same indices. Some are gone: a step may free its own batch.
         given, gradients, leftover = (
             [blocks.pop(index) for index in indices if index in blocks and index not in kept]
             for indices in (last.given, last.gradients, last.leftover)
         )
         for new, old in last.renewed.items():
-            if new in blocks:  # not without the optimizer's step
+            if new in blocks:  # it is not if the optimizer did not step
                 blocks[old] = blocks.pop(new)
-        # What a plan adds to the program comes before the workspaces: their indices differ, their order does not.
+        # Between programs, workspaces differ in index, since what a plan adds comes first, but not in order.
         held = [blocks.pop(index) for index in last.staying if index in blocks]
         blocks.update(zip(changes.staying, held, strict=False))
         allocator.peak_allocated_bytes = allocator.allocated_bytes
@@ -465,7 +467,7 @@ class TrainingRun:
                 self._change(changes.state)
                 self._has_state = True
             self._change(changes.optimizer)
-        else:  # what the passes have made goes all the same, such as the loss
+        else:  # no update, but what the passes have made is freed, such as the loss
             stays = changes.renewed.values()
             self._change([i for i in changes.optimizer if i < 0 and ~i in blocks and ~i not in stays])
         return AllocatorPeaks(allocator.peak_allocated_bytes, allocator.reserved_bytes)
@@ -475,7 +477,7 @@ class TrainingRun:
             self.allocator.free(block)
 
     def _change(self, indices: Iterable[int], becomes: Mapping[int, int] = MappingProxyType({})) -> None:
-        """Allocate and free blocks. One that ``becomes`` another is not freed, but goes on as that."""
+        """Allocate and free blocks; those in ``becomes`` are not freed, but go on under the index given there."""
         changes, blocks = self.changes, self.blocks
         sizes, streams, staying = changes.sizes, changes.streams, changes.staying
         allocate, free = self.allocator.allocate, self.allocator.free

@@ -1,14 +1,14 @@
 """Devices: one frozen :class:`DeviceSpec` for each, a table of them, and the lookup by name.
 
-To add a device, add a row to ``devices.csv`` beside this file; nothing else names it.
+To add a device, add a row to ``devices.csv`` next to this file; nothing else names the device.
 
 Sources of the table: ``torch/_inductor/analysis/device_info.py`` (peaks; its L4 bandwidth is wrong and not
 used), the vendors' datasheets (dense figures, halved where only the sparse one is printed), and reports of
 ``torch.cuda.get_device_properties(...).total_memory`` for the capacities. Peaks are those of the datasheet. For links
 see ``links.py``.
-How much of them kernels reach is said in two steps. ``compute_efficiency`` and ``bandwidth_efficiency`` are what the
-best kernels reach; the table's comment says which of them are fitted and which are assumed. ``kernel_rates.py`` says
-how the other kinds of kernels compare with these.
+How much of these peaks kernels reach is said in two steps. ``compute_efficiency`` and ``bandwidth_efficiency`` are what
+the best kernels reach; the table's comment says which of them are fitted and which are assumed. ``kernel_rates.py``
+says how the other kinds of kernels compare with these.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 _EFFICIENCIES = ("compute_efficiency", "sustained_share", "bandwidth_efficiency")
 _OF_MACHINE = ("inner_link", "outer_link", "ranks_per_node", "host_link", "host_memory_bytes",
                "host_bandwidth_bytes_per_s")  # fmt: skip
-"""What a device has by the machine that it is in."""
+"""Fields of a device that depend on the machine that it is in."""
 WITHOUT_WORKSPACES = " without workspaces"
 """Suffix of a device's name, for a device whose cuBLAS workspaces do not count."""
 
@@ -82,19 +82,19 @@ class DeviceSpec:
     """Share of the peak that large matrix products reach. The default is an assumption. Another value scales all
     kernels that are bound by FLOPs."""
     sustained_share: Efficiency = 1.0
-    """Share of that which is left in a step: under long load the clock falls to what the limit of power allows, and
-    single products that are timed do not show it."""
+    """Share of ``compute_efficiency`` that is left in a step: under long load the clock falls to what the power limit
+    allows, which timing single products does not show."""
     bandwidth_efficiency: Efficiency = 0.8
     """Share of the bandwidth that contiguous elementwise kernels reach. The default is an assumption. Another value
     scales all kernels that are bound by bytes."""
     kernel_launch_us: Duration = 3.0
-    """Time that each kernel takes besides its work, in microseconds. An assumption."""
+    """Time that each kernel takes in addition to its work, in microseconds. An assumption."""
     clock_ghz: Rate | None = None
     """Boost clock of the multiprocessors. If it is left out, that of the device of this name in the table, else the one
     that the float32 peak implies. A CPU has none."""
     matrix_shares: Mapping[Name, Rate] | None = field(default=None, hash=False)
     """Shares of ``compute_efficiency`` that kernels of some kinds reach, such as ``{"flash_attention": 0.6}``, where
-    they are others than in ``sacplan/device/kernel_kinds.csv``."""
+    they differ from ``sacplan/device/kernel_kinds.csv``."""
     matmul_workspace_bytes: Count | None = None
     """Bytes that the matrix library (cuBLAS) keeps for each thread that multiplies. ``profile`` counts them. None:
     torch's default for the architecture and release, see ``library_workspace_bytes``. 0: nothing."""
@@ -111,7 +111,7 @@ class DeviceSpec:
     host_memory_bytes: Positive = None  # type: ignore[assignment]
     """The memory of the host, as one device's share of it. If it is left out: as above, else 64 GiB."""
     host_bandwidth_bytes_per_s: Rate = None  # type: ignore[assignment]
-    """What the memory of one of the host's processors moves, at which an optimizer on the host updates. Up to four
+    """Bandwidth of the memory of one of the host's processors, which bounds an optimizer on the host. Up to four
     devices share it. If it is left out: as above, else 100 GB/s."""
     source: str = ""
 
@@ -120,9 +120,9 @@ class DeviceSpec:
         object.__setattr__(self, "flops", dict(self.flops))
         missing = [what for what in _OF_MACHINE if getattr(self, what) is None]
         if missing:
-            found = _machine_of(self.name, self.kind)
+            machine = _machine_of(self.name, self.kind)
             for what in missing:
-                object.__setattr__(self, what, found[what])
+                object.__setattr__(self, what, machine[what])
         if self.kind == "cuda" and self.clock_ghz is None and "float32" in self.flops:
             object.__setattr__(self, "clock_ghz", self._clock_ghz())
         if "float32" not in self.flops:
@@ -148,7 +148,7 @@ class DeviceSpec:
 
         A lane does two FLOPs a cycle. A multiprocessor has 128 lanes, but 64 on Volta, Turing and A100.
         """
-        # The rows themselves state their clocks, so that this is not asked while the table is read.
+        # Reading the table does not come here, and so does not recurse: its rows state their clocks.
         row = _table().get(self.name.removesuffix(WITHOUT_WORKSPACES))
         if row is not None and row.spec.clock_ghz is not None:
             return row.spec.clock_ghz
@@ -197,7 +197,7 @@ class DeviceSpec:
 
         Pinned memory is handed out in powers of two (``c10/core/CachingDeviceAllocator.h`` and
         ``aten/src/ATen/core/CachingHostAllocator.h``), unless ``pinned_max_round_threshold_mb`` is set. A CPU needs
-        none: its copies lie in memory like any other.
+        no pinned memory: its copies are like any other tensor.
         """
         return self.round_up(nbytes) if self.kind == "cpu" else 1 << max(0, nbytes - 1).bit_length()
 
@@ -238,7 +238,7 @@ class DeviceSpec:
 
 @functools.cache
 def device_fields() -> type[msgspec.Struct]:
-    """Return the types of a device's fields, by which one that is made and one that is read are checked."""
+    """Return a Struct with the types of a device's fields, which checks devices that are made and that are read."""
     return files.fields_of(DeviceSpec)
 
 
@@ -339,7 +339,7 @@ def _here(index: int | None) -> DeviceSpec:
     for row in _table().values():
         if row.board and re.search(row.board, props.name, re.IGNORECASE):
             return replace(row.spec, **measured)
-    # Any other board is scaled from the nearest one that is not newer, the smallest of several.
+    # Any other board is scaled from the newest in the table that is not newer than it, the smallest of several.
     rocm = getattr(torch.version, "hip", None) is not None
     capability = None if rocm else (props.major, props.minor)
     if capability is None:
@@ -387,13 +387,13 @@ _SHORT = {
 """Names that people type for a device of the table, and what they should know about it."""
 
 _SIZED = ((50, "rtx-4090"), (math.inf, DEFAULT_DEVICE))
-"""For a device that is only a memory size: up to so many GiB, the device whose kernels and times it gets."""
+"""For a device given as a memory size: up to how many GiB it gets the kernels and times of which device."""
 
 _SIZE = re.compile(r"\d+(\.\d+)?\s*(g|gb|gib|m|mb|mib)", re.IGNORECASE)
 
 
 def meant_by(name: str) -> str:
-    """Return in words what a name stands for that is not one of the table; empty for all other names."""
+    """Return in words what a memory size, or a short name with a note, stands for; "" for all other names."""
     if _SIZE.fullmatch(name.strip()):
         spec = _of_size(name)
         return f"{spec.name} of memory ({spec.memory_bytes / GIB:.2f} GiB), with {spec.source}"
@@ -402,7 +402,7 @@ def meant_by(name: str) -> str:
 
 
 def _of_size(name: str) -> DeviceSpec:
-    """Return a device with so much memory, ``"24GB"``, and kernels and times of one of the table.
+    """Return a device with memory of a size, ``"24GB"``, and kernels and times of one of the table.
 
     Raises:
         DeviceError: The size cannot be read.
@@ -434,13 +434,13 @@ def resolve_device(device: str | DeviceSpec | torch.device | None) -> DeviceSpec
         DeviceError: an unknown name (the message lists the known ones and the near ones), or ``"cuda"``
             where there is none.
     """
-    # In this order: a spec; a name with the suffix, which the rest would not know; the two that mean what is here; the
-    # table; and last the full name of a local board, since asking CUDA is slow.
+    # In this order: a spec; a name with the suffix, which the rest would not know; the CPU and the GPU that are here; a
+    # size; the table; and last the full name of a local board, since asking CUDA is slow.
     if isinstance(device, DeviceSpec):
         return device
     if device is None:
         return device_around.get() or resolve_device(DEFAULT_DEVICE)
-    import torch  # the table is of use without it, and it takes seconds
+    import torch  # takes seconds, and the table is of use without torch
 
     if isinstance(device, torch.device):
         name = str(device)

@@ -1,6 +1,6 @@
 """Devices as files: JSON that people may write too, checked against types when it is read.
 
-What a file may hold follows from the fields of ``DeviceSpec``: the same types check one that is made in Python.
+What a file may hold follows from the fields of ``DeviceSpec``: the same types check a device that is made in Python.
 """
 
 from __future__ import annotations

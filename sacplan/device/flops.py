@@ -52,12 +52,12 @@ def _attention_backward(a: Arguments) -> int:
 
 @flops("aten::_grouped_mm", "aten::_scaled_grouped_mm")
 def _grouped_mm(a: Arguments) -> int:
-    """[M, K] x [E, K, N], [E, M, K] x [K, N], [E, M, K] x [E, K, N], or [M, T] x [T, N] summed by group."""
+    """Count the products [M, K] x [E, K, N], [E, M, K] x [K, N], [E, M, K] x [E, K, N], or [M, T] x [T, N] by group."""
     left, right = a["self"], a["mat2"]
     columns = right.shape[-1]
     if left.dim() == 2:
         return int(2 * left.shape[0] * left.shape[1] * columns)
-    # For a 3-D and a 2-D operand the columns are divided among the groups.
+    # The columns of a 2-D right operand are divided among the groups, so all groups together are one product.
     groups = left.shape[0] if right.dim() == 3 else 1
     return int(2 * groups * left.shape[1] * left.shape[2] * columns)
 
@@ -97,7 +97,7 @@ def _convolution_backward(a: Arguments) -> int:
     "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction",
 )
 def _chunked_loss(a: Arguments) -> int:
-    """``F.linear_cross_entropy`` takes the gradients in its forward pass: a product for each, and the logits.
+    """Count the product for the logits, and one for each gradient, which this loss takes in its forward pass.
 
     Without a reduction there are the logits alone, and the backward pass is seen op by op.
     """
@@ -112,7 +112,7 @@ def _rnn_backward(a: Arguments) -> int:
 
 def op_flops(call: Call) -> int:
     """Return the FLOPs of one call of an op as ``FlopCounterMode`` counts them; 0 for ops without a formula."""
-    # Ours first: torch's formulas for attention refuse grouped queries before 2.12, and it has none for some ops.
+    # Ours first: torch's formulas for attention refuse grouped queries before 2.12, and torch has none for some ops.
     own = flops.get(call.func._schema.name)
     if own is not None:
         return own(call.arguments)

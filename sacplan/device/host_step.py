@@ -1,8 +1,8 @@
-"""How long an optimizer takes that steps on the host, and copies between host and device.
+"""The time of an optimizer that steps on the host, and of copies between host and device.
 
-All figures are assumptions of the device's row: the memory of a processor (``DeviceSpec.host_bandwidth_bytes_per_s``),
-which up to four ranks share; copies of pinned memory take the link (``host_link``), and others half of it, since the
-driver copies them into pinned memory first.
+All figures are assumptions in the device's row: for the memory of a processor
+(``DeviceSpec.host_bandwidth_bytes_per_s``), which up to four ranks share; copies of pinned memory take the link
+(``host_link``), and others half of it, since the driver copies them into pinned memory first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sacplan.device.devices import DeviceSpec
 
 
 def ranks_here() -> int:
-    """Return the number of ranks of the process group that there is; 1 without."""
+    """Return the number of ranks of the default process group; 1 if there is none."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -34,17 +34,17 @@ def rank_step_ms(n_bytes: int, spec: DeviceSpec) -> float:
 
 
 def copy_ms(n_bytes: int, waits: bool, spec: DeviceSpec) -> float:
-    """Return the milliseconds of a copy between host and device; the host waits for memory that is not pinned."""
+    """Return the milliseconds of a copy between host and device; twice as many if the host waits (no pinned memory)."""
     return 1e3 * n_bytes / spec.host_link.bandwidth_bytes_per_s * (2 if waits else 1)
 
 
 def update_and_copy_ms(parameters: Iterable[tuple[int, int]], spec: DeviceSpec) -> float:
-    """Return the milliseconds of an update on the host and of the copies behind it.
+    """Return the milliseconds of an update on the host and of the copies that follow it.
 
     The copy of a parameter runs while the next ones are updated (``torchao/optim/cpu_offload.py``).
 
     Args:
-        parameters: for each, its bytes, and those that its update reads: the parameter, its gradient and its state.
+        parameters: for each, its bytes, and the bytes that its update reads: the parameter, its gradient and its state.
         spec: the device that the parameters are copied to.
     """
     updated_s = copied_s = 0.0

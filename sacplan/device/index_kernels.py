@@ -1,4 +1,4 @@
-"""Kernels of ops whose addresses depend on data, and of those that put tensors together or in order."""
+"""Kernels of ops whose addresses depend on data, and of ops that join or sort tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sacplan.torch_compat.ops import aten_names, tensors_in
 
 @kernels(*aten_names("embedding index index_select gather take _unsafe_index take_along_dim masked_select"))
 def _gather(call: Call) -> tuple[Kernel, ...]:
-    """Read what is written, and the index. A thread looks up one element at a time."""
+    """Read as many bytes as are written, and the index. A thread looks up one element at a time."""
     elements = sum(t.numel() for t in call.writes)
     return (Kernel("gather", 2 * call.written_bytes + _index_bytes(call), elements),)
 
@@ -23,7 +23,7 @@ def _gather(call: Call) -> tuple[Kernel, ...]:
     index_fill index_fill_ masked_scatter masked_scatter_ put put_ index_reduce index_reduce_
 """))  # fmt: skip
 def _scatter(call: Call) -> tuple[Kernel, ...]:
-    """A copy of the whole tensor, out of place, and then one element at a time: read, add, write."""
+    """Out of place, a copy of the whole tensor first; then each element is read, added to and written."""
     source = tensors_in((call.args[1:], call.kwargs))
     elements = max((t.numel() for t in source), default=0)
     size = call.writes[0].element_size() if call.writes else 0
@@ -40,9 +40,9 @@ def _index_put(call: Call) -> tuple[Kernel, ...]:
     elements = max((t.numel() for t in call.reads[1:]), default=values.numel())
     moved = Kernel("gather", 3 * elements * values.element_size() + _index_bytes(call), elements)
     accumulates = len(call.args) > 3 and bool(call.args[3])
-    before = () if call.func._schema.name.endswith("_") else (Kernel("pointwise", 2 * call.written_bytes),)
+    copy = () if call.func._schema.name.endswith("_") else (Kernel("pointwise", 2 * call.written_bytes),)
     indices = max((t.numel() for t in tensors_in(call.args[1])), default=0)
-    return *before, *(_sorted_indices(indices) if accumulates else ()), moved
+    return *copy, *(_sorted_indices(indices) if accumulates else ()), moved
 
 
 def _index_bytes(call: Call) -> int:
@@ -71,7 +71,7 @@ def _embedding_backward(call: Call) -> tuple[Kernel, ...]:
     if rows <= _SORTED_FROM:
         return zeros, Kernel("gather", tensor_bytes(grad) + 2 * rows * width * size, rows * width)
     distinct = words * -math.expm1(-rows / words)
-    # ceil(k / 10) partial sums of a word that occurs k times: one of a rare word, k / 10 + .45 of a frequent one.
+    # ceil(k / 10) partial sums of a word that occurs k times: one for a rare word, k / 10 + .45 for a frequent one.
     partial = max(distinct, rows / _ROWS_AT_ONCE + 0.45 * distinct)
     return (
         zeros,

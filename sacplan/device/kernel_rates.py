@@ -27,8 +27,8 @@ KINDS = {row["kind"]: row for row in table_of(Path(__file__).with_name("kernel_k
 """The kinds of kernels by name."""
 
 FITTED_BYTES_PER_CYCLE = 12.8
-"""Bytes of bandwidth for a cycle of a multiprocessor on an H100, and 13.4 on an A100 with 80 GB: the published shares
-are of these two. An RTX 3090 has 6.3 and a 4090 has 3.1, and timm's steps show that kernels have all of it there."""
+"""Bytes of bandwidth per cycle of a multiprocessor on an H100, and 13.4 on an A100 with 80 GB: the published shares
+are of these two. An RTX 3090 has 6.3 and a 4090 has 3.1, and timm's steps show that kernels reach all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def speeds_of(spec: DeviceSpec) -> dict[str, Speed]:
     """Return the speeds of all kinds of kernels on a CUDA device.
 
     Raises:
-        DeviceError: the device has a share of FLOPs of a kind for which none matters.
+        DeviceError: ``matrix_shares`` has a kind that is unknown, or whose kernels have no FLOPs.
     """
     known = [kind for kind, row in KINDS.items() if row["matrix"]]
     unknown = sorted(set(spec.matrix_shares or ()).difference(known))
@@ -71,7 +71,7 @@ def _speed(row: Mapping[str, str], spec: DeviceSpec) -> Speed:
     if row["rate"]:
         elements_per_ms = float(row["rate"]) * spec.cycles_per_s * 1e-3
     elif row["block_us"]:
-        # Blocks have 1,024 threads.
+        # Blocks have 1,024 threads, which limits how many run at once.
         elements_per_ms = spec.sm_count * (spec.threads_per_sm // 1024) / (float(row["block_us"]) * 1e-3)
     elif row["us"]:
         elements_per_ms = 1 / (float(row["us"]) * 1e-3)

@@ -29,14 +29,14 @@ from sacplan.torch_compat.ops import RuleTable
 
 Arguments = Mapping[str, Any]
 OUTPUTS = "outputs"
-"""Among the arguments of a formula, what the call returned."""
+"""Key of what the call returned, among the arguments of a formula."""
 
 workspace: RuleTable[Callable[[Arguments, DeviceSpec], Sequence[int]]] = RuleTable()
 """By schema name."""
 
 
 def kernel_workspace_bytes(call: Call, spec: DeviceSpec) -> int:
-    """Return the bytes that the kernel of an op allocates for itself while it runs on ``spec``, outputs aside.
+    """Return the bytes that the kernel of an op allocates for itself while it runs on ``spec``, without its outputs.
 
     Each allocation is rounded as the allocator does. 0 for ops without a formula and on a CPU.
     """
@@ -48,7 +48,7 @@ def kernel_workspace_bytes(call: Call, spec: DeviceSpec) -> int:
         return reduction_workspace_bytes(short, a["x"] if "x" in a else a["self"], a.get("dim"), spec)
     formula = workspace.get(name)
     if formula is None:
-        # cuBLAS: until torch 2.14 the workspace stays allocated, and a rewrite of the program counts it once.
+        # cuBLAS: a workspace that stays (until torch 2.14) is counted once, in ``library_workspaces.py``.
         if name in PRODUCTS and not workspaces_stay():
             return spec.round_up(library_workspace_bytes(spec))
         return 0
@@ -100,7 +100,7 @@ def _efficient_forward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     Smaller heads fit one block of keys and are accumulated in registers; a float32 output is its own accumulator.
     """
     query, value = a["query"], a["value"]
-    # ``kNeedsOutputAccumulatorBuffer``: not in registers, and not of the output's type.
+    # Without ``kNeedsOutputAccumulatorBuffer``: a float32 output, or an accumulator in registers.
     if query.element_size() == 4 or max(query.shape[-1], value.shape[-1]) <= 128:
         return ()
     batch, heads, seq_q, _ = query.shape
@@ -117,13 +117,13 @@ def _efficient_backward(a: Arguments, spec: DeviceSpec) -> Sequence[int]:
     grad_out, query, key, value = a["grad_out_"], a["query"], a["key"], a["value"]
     batch, heads, seq_q, dim = query.shape
     dim_v = value.shape[-1]
-    workspace = 4 * batch * heads * _ceil_to(seq_q, 64) * _ceil_to(dim, 64)
+    accumulators = 4 * batch * heads * _ceil_to(seq_q, 64) * _ceil_to(dim, 64)
     # ``kNeedsAccumGradK``: half outputs that do not fit the registers are summed in float32 outside of them.
     if query.element_size() == 2 and max(dim, dim_v) > 128:
-        workspace += (
+        accumulators += (
             4 * batch * heads * _ceil_to(key.shape[2], 64) * (_ceil_to(dim, 64) + _ceil_to(dim_v, 64))
         )
-    return (workspace, 4 * batch * heads * seq_q, _copy_to_bshd(grad_out))
+    return (accumulators, 4 * batch * heads * seq_q, _copy_to_bshd(grad_out))
 
 
 @workspace("aten::_scaled_dot_product_cudnn_attention_backward")
@@ -182,12 +182,12 @@ ACCUMULATOR_BYTES: Mapping[str, Callable[[torch.Tensor], int]] = {
 def reduction_workspace_bytes(
     name: str, x: torch.Tensor, dims: Sequence[int] | None, spec: DeviceSpec
 ) -> int:
-    """Return what blocks share that make one result (``reductions.py``); unlike others not linear in the size.
+    """Return the bytes that blocks share to make one result (``reductions.py``); not linear in the input's size.
 
     Args:
         name: of the op, a key of ``ACCUMULATOR_BYTES``.
         x: the input.
-        dims: the dimensions that are reduced; None or none for all.
+        dims: the dimensions that are reduced; None or empty: all.
         spec: the device.
     """
     reduced = {dim % max(x.dim(), 1) for dim in dims or ()}

@@ -1,11 +1,11 @@
-"""The kernels of a device, emulated on fake CPU tensors, so that autograd keeps what it keeps there.
+"""The kernels of a device, emulated on fake CPU tensors, so that autograd keeps what it would keep on the device.
 
 :func:`fake_device` is FakeTensorMode together with :func:`device_kernels`, which switches on, for a CUDA device:
 
 - ``overrides.py``, ``attention.py``, ``cudnn_rnn.py``: the ops that CUDA runs in other kernels. A new module of
   overrides is one more import here;
 - ``autocast.py``: CUDA's cast lists;
-- ``foreach_by_default``: optimizers take the path that is the default there;
+- ``foreach_by_default``: optimizers take the path that is the default on CUDA;
 
 and for every device ``layouts.py``: strides and storages as the kernels make them.
 
@@ -126,16 +126,16 @@ def _register_layouts(stack: ExitStack) -> None:
 
 
 def _register_cuda_kernels(stack: ExitStack) -> None:
-    # Without this the registrations would go when the library is collected (its finalizer, ``torch/library.py``).
+    # The stack keeps the library alive: its registrations would go with it (a finalizer in ``torch/library.py``).
     library = torch.library.Library("aten", "IMPL")
     stack.callback(library._destroy)
-    # While a compiler traces, torch looks kernels up in a cache of each op, which knows nothing of registrations.
+    # While a compiler traces, torch looks kernels up in a cache of each op, which registering does not empty.
     forget_kernels(override)
     stack.callback(forget_kernels, override)
     for op, kernel in override.items():
         library.impl(op, _overridden(op, kernel), "AutogradCPU")
     with warnings.catch_warnings():
-        # Some ops have a kernel of torch's own for autocast, which is back when the library is destroyed.
+        # Torch warns where an op has an autocast kernel of its own, which is back when the library is destroyed.
         warnings.filterwarnings("ignore", message="[\\s\\S]*[Oo]verriding a previously registered kernel")
         autocast.register(library, _is_emulated)
     stack.enter_context(fake_kernels({op: _where(active_cuda, kernel) for op, kernel in fake_kernel.items()}))
@@ -179,7 +179,7 @@ def device_kernels(device: str | DeviceSpec | torch.device = DEFAULT_DEVICE) -> 
     """Run fake CPU tensors through the kernels of ``device``, under a FakeTensorMode that is already on.
 
     On a device of kind ``"cpu"`` only ``layouts.py`` applies. Contexts nest: the inner device wins, and the outer one
-    is back when it is left. Real tensors and other threads keep torch's own kernels.
+    is back when the inner context is left. Real tensors and other threads keep torch's own kernels.
 
     Raises:
         DeviceError: an unknown device; inside, attention that no enabled backend can run.
@@ -193,7 +193,7 @@ def device_kernels(device: str | DeviceSpec | torch.device = DEFAULT_DEVICE) -> 
 def registered(spec: DeviceSpec) -> Iterator[None]:
     """Keep the kernels of a device registered, so that ``device_kernels`` inside need not do it each time.
 
-    No device is made active, so that ops run as they did.
+    No device is made active, so ops run as before.
     """
     with _layouts, _cuda_kernels if spec.kind == "cuda" else nullcontext():
         yield
@@ -203,7 +203,7 @@ def registered(spec: DeviceSpec) -> Iterator[None]:
 def kernel_layouts(kind: str) -> Iterator[None]:
     """Give fake tensors the strides that kernels of this kind of device make (``layouts.py``), and change nothing else.
 
-    For sizes of results of a real step that are needed before they are computed. Does nothing where a device is active.
+    For a real step that needs sizes of results before these are computed. Does nothing where a device is active.
     """
     if active_device() is not None or kind not in ("cpu", "cuda"):
         yield
@@ -234,12 +234,12 @@ def fake_device(device: str | DeviceSpec | torch.device = DEFAULT_DEVICE) -> Ite
             model = Model()
             model(torch.randint(8192, (8, 1024))).sum().backward()   # nothing is computed
 
-    Yields the mode (``mode.from_tensor`` makes fakes of real tensors, which are not accepted otherwise).
+    Yields the mode (``mode.from_tensor`` makes fakes of real tensors, which are not accepted themselves).
     Shapes are static. :func:`active_device` says which device it is. Choose the dtype when the model is
     made: torch cannot cast a fake module with ``.to(dtype)``.
 
     For a CUDA device ``torch.autocast("cuda")`` and ``torch.autocast("cpu")`` both do what CUDA's autocast does,
-    and optimizers take the ``foreach`` path by default, as there.
+    and optimizers take the ``foreach`` path by default, as on CUDA.
 
     Raises:
         DeviceError: an unknown device.
@@ -253,9 +253,9 @@ def fake_device(device: str | DeviceSpec | torch.device = DEFAULT_DEVICE) -> Ite
 def foreach_by_default(is_active: Callable[[], bool]) -> Iterator[None]:
     """Let fake CPU parameters qualify for ``foreach`` where ``is_active()``, which is asked in each thread.
 
-    On a CUDA device it is the default, and torch decides by the exact type of parameters and by their device. Without
-    this, a trace would take the path of single tensors, whose temporaries differ: ``foreach`` holds as much as all
-    parameters. Each optimizer's own rules (Adafactor stays single, a tensor learning rate, ``fused``) are torch's.
+    ``foreach`` is the default on a CUDA device, and torch decides by the exact type of parameters and by their device.
+    Without this, a trace would take the path of single tensors, whose temporaries differ: ``foreach`` holds as much as
+    all parameters. Each optimizer's own rules (Adafactor stays single, a tensor learning rate, ``fused``) are torch's.
 
     Private PyTorch APIs, tried on 2.11 and 2.13: ``_foreach_supported_types`` and
     ``_get_foreach_kernels_supported_devices`` in ``torch.optim.optimizer``.
@@ -267,7 +267,7 @@ def foreach_by_default(is_active: Callable[[], bool]) -> Iterator[None]:
         return [*own(), "cpu"] if is_active() else own()
 
     # ``_default_to_fused_or_foreach`` asks for the exact type and then for the device, so both lists must grow. The
-    # list of types may hold for every thread: it lets a fake parameter pass, whose device still decides.
+    # types may grow for every thread: they let a fake parameter pass, whose device still decides.
     types = [*optimizers._foreach_supported_types, FakeTensor]
     with replaced(optimizers, _foreach_supported_types=types, _get_foreach_kernels_supported_devices=devices):
         yield

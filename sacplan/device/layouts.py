@@ -3,7 +3,7 @@
 Found by running PyTorch's op database on a CPU, forward and backward, for real and fake side by side
 (``python -m benchmarks.op_metadata``; ``benchmarks/results/op_metadata.json``). There are three causes.
 
-**Formulas in Python, in the place of the function that makes the outputs.** A structured op has such a function in C++,
+**Formulas in Python, in place of the function that makes the outputs.** A structured op has such a function in C++,
 which is the same for every device, and works on the meta device too. Almost all have a formula registered over it, and
 some of these differ: the mean of ``mse_loss`` lies in a storage as large as its input, since the function allocates the
 unreduced loss, and then makes it a scalar; with operands of mixed layouts it is TensorIterator that decides the strides
@@ -16,7 +16,7 @@ elementwise op left in its first dimension, and all that follows is laid out by 
 view and ``empty_like`` has the strides of C++ for such sizes: ``elementwise_kernels``.
 
 **Formulas that were never right**, for ops that are not structured. Each has a rule below, which is read from code that
-all devices run, or from a CPU's kernel: of the others nothing is known there.
+all devices run, or from a CPU's kernel; of other devices' kernels nothing is known.
 
 ``layouts.csv`` lists the ops with their rules, all but those of elementwise ops, which are the same for each.
 """
@@ -55,7 +55,7 @@ _TABLE = table_of(Path(__file__).with_name("layouts.csv"))
 def kernels_for(devices: str) -> dict[Any, FakeKernel]:
     """Return the fake kernels for ``"all devices"`` or a ``"CPU"``, by op. Those for a CPU come before the others."""
     rows = {op_named(row["op"]): row for row in _TABLE if row["devices"] == devices}
-    # An op without a name here is of a library that torch was built without.
+    # ``op_named`` is None for an op of a library that torch was built without.
     return {op: _kernel(row["rule"], row["arguments"].split()) for op, row in rows.items() if op is not None}
 
 
@@ -71,18 +71,18 @@ def _kernel(rule: str, names: Sequence[str]) -> FakeKernel:
 @functools.cache
 def elementwise_kernels() -> dict[Any, FakeKernel]:
     """Return the fake kernels of elementwise ops where a size is 1, by op. They come before all others."""
-    found: dict[Any, FakeKernel] = {}
+    result: dict[Any, FakeKernel] = {}
     for op in elementwise_ops():
         if is_structured(op):
-            found[op] = _elementwise_in_cpp
+            result[op] = _elementwise_in_cpp
         elif op not in (*kernels_for("all devices"), *kernels_for("CPU"), aten.clone.default):
-            found[op] = _kernel_where_a_size_is_one
-    return found
+            result[op] = _kernel_where_a_size_is_one
+    return result
 
 
 def _elementwise_in_cpp(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
     operands = tensors_in((args, kwargs))
-    # Without a size of 1 torch's own formula is right. Where it would say the same, C++ is still several times as fast.
+    # Without a size of 1 torch's own formula is right, but for plain operands C++ is several times as fast.
     # For copied operands see ``_copied_first``.
     if _are_plain(operands) or (any(1 in t.shape for t in operands) and not _copied_first(operands)):
         return run_in_cpp(mode, func, args, kwargs)
@@ -94,9 +94,9 @@ def _kernel_where_a_size_is_one(mode: FakeTensorMode, func: Any, *args: Any, **k
     if not any(1 in t.shape for t in operands) or _copied_first(operands):
         return NotImplemented
     own = torchs_own_fake(mode, func, args, kwargs)
-    if _takes_a_number(func):  # which the kernel makes an operand without dimensions
+    if _takes_a_number(func):  # the kernel makes the number an operand without dimensions
         operands.append(fake_empty_strided(mode, (), (), operands[0].dtype))
-    # Several results, or more operands than any op that could be asked for the layout: torch's strides stay.
+    # Several results, or more operands than ``_ITERATED`` has an op for: torch's strides stay.
     if not isinstance(own, torch.Tensor) or not 1 <= len(operands) <= 3:
         return own
     return _as_iterated(mode, own, *operands)
@@ -112,7 +112,7 @@ def _takes_a_number(func: Any) -> bool:
 def _copied_first(operands: Sequence[torch.Tensor]) -> bool:
     """Whether TensorIterator may copy an expanded operand to another type. Then the strides of the copy decide.
 
-    Those are not known here, so such calls are left to PyTorch.
+    The copy's strides are not known here, so such calls are left to PyTorch.
     """
     mixed = len({t.dtype for t in operands}) > 1
     return mixed and any(s == 0 and n > 1 for t in operands for n, s in zip(t.shape, t.stride(), strict=True))
@@ -152,8 +152,8 @@ def _like(
     memory_format: torch.memory_format | None = torch.preserve_format,
 ) -> torch.Tensor:
     """Return ``own`` laid out as ``empty_like(model, memory_format=...)``."""
-    made = run_in_cpp(mode, aten.empty_like.default, (model,), {"memory_format": memory_format})
-    return _laid_out(mode, own, made.stride())
+    empty = run_in_cpp(mode, aten.empty_like.default, (model,), {"memory_format": memory_format})
+    return _laid_out(mode, own, empty.stride())
 
 
 def _contiguous(mode: FakeTensorMode, own: Any) -> Any:
@@ -169,13 +169,13 @@ def _as_iterated(mode: FakeTensorMode, own: torch.Tensor, *operands: torch.Tenso
     The layout does not depend on the op, so a structured op with as many operands is asked.
     """
     op = _ITERATED[len(operands)]
-    if len(operands) == 3:  # of one type, which this op wants
+    if len(operands) == 3:  # ``addcmul`` wants operands of one type
         operands = tuple(fake_empty_strided(mode, t.shape, t.stride(), torch.float32) for t in operands)
     return _laid_out(mode, own, run_in_cpp(mode, op, operands, {}).stride())
 
 
 _ITERATED = {1: aten.sgn.default, 2: aten.add.Tensor, 3: aten.addcmul.default}
-"""A structured elementwise op of so many operands."""
+"""By number of operands, a structured elementwise op."""
 
 
 def _in_larger_storage(mode: FakeTensorMode, own: torch.Tensor, elements: int) -> torch.Tensor:
@@ -192,11 +192,11 @@ def _in_cpp(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _view(mode: FakeTensorMode, _: Any, tensor: Any, size: Sequence[int]) -> Any:
-    """Kernels recognize channels last by these strides. Torch's own formula takes far longer, too."""
+    """Return the view with the strides of C++, by which kernels recognize channels last; also faster than torch's."""
     return viewed(mode, tensor, size)
 
 
-# Losses that are reduced are made of the unreduced loss by ``resize_``, which keeps the storage.
+# ``reduction`` of an unreduced loss. A reduced one is made of it by ``resize_``, which keeps the storage.
 _UNREDUCED = 0
 
 
@@ -208,9 +208,9 @@ def _soft_margin_loss(mode: FakeTensorMode, own: Any, target: Any, reduction: in
     return own if reduction == _UNREDUCED else _resized(mode, own, target)
 
 
-def _resized(mode: FakeTensorMode, own: Any, made: Any) -> Any:
-    """Made as large as another tensor, and then resized, which keeps a storage that is large enough."""
-    return _in_larger_storage(mode, own, max(made.numel(), own.numel()))
+def _resized(mode: FakeTensorMode, own: Any, model: Any) -> Any:
+    """Return ``own`` as resized from the size of ``model``, which keeps a storage that is large enough."""
+    return _in_larger_storage(mode, own, max(model.numel(), own.numel()))
 
 
 def _unary(mode: FakeTensorMode, own: Any, input: Any) -> Any:
@@ -268,7 +268,7 @@ def _batch_norm_backward(mode: FakeTensorMode, own: Any, input: Any, grad: Any) 
 
 
 def _group_norm(mode: FakeTensorMode, own: Any, input: Any) -> Any:
-    """Forward and backward. Torch 2.14's own fake kernel is that of a GPU."""
+    """Lay out the first result, forward or backward, as a CPU does; torch 2.14's own fake kernel is that of a GPU."""
     return own if own[0] is None else (_in_its_format(mode, own[0], input), *own[1:])
 
 
@@ -286,9 +286,9 @@ def _whole_storage(mode: FakeTensorMode, own: Any, input: Any) -> Any:
 
 
 def _embedding_bag(mode: FakeTensorMode, own: Any, indices: Any, offsets: Any) -> Any:
-    """Which bag each index is in, and the size of each bag; one more of each may be allocated than is returned."""
+    """Enlarge the storages of the second result (bag of each index) and of the third (size of each bag) by an entry."""
     output, bag_of_index, bag_size, *rest = own
-    # Where a result has as many entries as these conditions say, the kernel has allocated one more and cut it off.
+    # Only where a result has so many entries has the kernel allocated one more and cut it off.
     if bag_of_index.numel() == indices.numel() > 0:
         bag_of_index = _in_larger_storage(mode, bag_of_index, indices.numel() + 1)
     if bag_size.numel() == offsets.numel() - 1 > 0:
@@ -300,13 +300,13 @@ def _itself(mode: FakeTensorMode, own: Any, tensor: Any) -> Any:
     """Return the argument, as the real op does that waits for a collective.
 
     Torch's Meta kernel returns a new tensor (``_wait_tensor_meta`` of ``torch.distributed._functional_collectives``),
-    whose storage would count beside the collective's.
+    whose storage would count in addition to the collective's.
     """
     return tensor
 
 
 _INSTEAD: dict[str, FakeKernel] = {"in C++": _in_cpp, "view": _view}
-"""Rules in the place of torch's own formula."""
+"""Rules in place of torch's own formula."""
 
 _RULES: dict[str, Rule] = {
     "batch norm": _batch_norm,

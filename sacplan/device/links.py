@@ -9,7 +9,7 @@ not what is printed on the box:
 - Infinity Fabric: 48 of the 64 GB/s of each of the 7 links of an MI300X (AMD, "Understanding RCCL Bandwidth and xGMI
   Performance on AMD Instinct MI300X", 2025), the same share of the 76.8 GB/s of an MI350X; the MI250X is rough.
 - Networks: what is printed less 4 % (NCCL: 12 GB/s for 100 Gbit/s), by the ranks that share an adapter: in the vendors'
-  own machines (DGX-1, A100, H100, B200; Frontier for the MI250X), in the largest that clouds rent out for others.
+  own machines (DGX-1, A100, H100, B200; Frontier for the MI250X), for other GPUs in the largest that clouds rent out.
 
 Latencies are those of NCCL's ring with protocol LL128 (``src/graph/tuning.cc``): 1.9 us for NVLink, 2.5 for PCIe, 4.0
 for a network. Links of a CPU are assumed.
@@ -55,4 +55,4 @@ LINKS = {
     row["name"]: Link(row["name"], float(row["gb_per_s"]) * 1e9, float(row["us"]) * 1e-6)
     for row in table_of(Path(__file__).with_name("links.csv"))
 }
-"""By name, as ``devices.csv`` says them."""
+"""The links by the names that ``devices.csv`` uses."""

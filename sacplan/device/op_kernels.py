@@ -5,8 +5,8 @@
 
 An op is not always one kernel that moves each operand once. The gradient of a layer norm is two kernels, and the second
 reads everything again. A softmax reads a row again if it does not fit shared memory. An elementwise op computes offsets
-for each element as soon as one operand is broadcast. Each rule here says so of a family of ops, and names the file of
-``aten/src/ATen/native/cuda`` that it was read from (torch 2.4 to 2.13).
+for each element as soon as one operand is broadcast. Each rule here states this for a family of ops, and names the file
+of ``aten/src/ATen/native/cuda`` that it was read from (torch 2.4 to 2.13).
 
 A rule gets a :class:`Call` and returns kernels:
 
@@ -14,8 +14,8 @@ A rule gets a :class:`Call` and returns kernels:
     def _scan(call):
         return (Kernel("scan", call.nbytes),)
 
-Ops without a rule are matrix products if they have a formula for FLOPs, else elementwise. How fast each kind is, is in
-``kernel_rates.py``; the rules for ops on rows and on indices are in ``row_kernels.py`` and ``index_kernels.py``.
+Ops without a rule are matrix products if they have a formula for FLOPs, else elementwise. ``kernel_rates.py`` says how
+fast each kind is; the rules for ops on rows and on indices are in ``row_kernels.py`` and ``index_kernels.py``.
 
 Known simplifications: caches are modelled only where a rule says so; an op that is fed by the one before it may find
 its input in the L2 cache, which is faster. Uncoalesced reads of a true transpose count as strided.
@@ -38,15 +38,15 @@ from sacplan.torch_compat.private import is_dense
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch.
+    """A kernel of an op, launched once or more.
 
     Attributes:
         kind: see ``KINDS`` in ``kernel_rates.py``.
         nbytes: read and written.
         elements: handled one by one, for kinds that have a rate; rows, for kinds that have a time for each.
         flops: of matrix units, padding included.
-        block_flops: what one multiprocessor does of them at least.
-        block_elements: the same of elements.
+        block_flops: FLOPs that one multiprocessor does at least.
+        block_elements: elements that one multiprocessor handles at least.
         launches: how often it is launched.
     """
 
@@ -61,10 +61,10 @@ class Kernel:
 
 @dataclass(eq=False)
 class Call(AnyCall):
-    """One call of an op, with its operands sorted.
+    """One call of an op, with what it reads and writes.
 
     Attributes:
-        tf32: whether matrix units take its operands, which are float32.
+        tf32: whether matrix units take its float32 operands, as TF32.
     """
 
     tf32: bool = False
@@ -157,7 +157,7 @@ def elementwise(call: Call) -> Kernel:
     """
     operands = [*call.reads, *call.writes]
     elements = max((t.numel() for t in operands), default=0)
-    # One value for all elements: every dimension is merged into one, and offsets take no division.
+    # An operand that is one value for all elements does not count: its offsets take no division.
     many = [t for t in operands if not _is_one_value(t)]
     if many and not lie_alike(many, elements):
         return Kernel("strided", call.nbytes, elements)
@@ -194,7 +194,7 @@ _VECTORIZED_CASTS = {(torch.float32, torch.bfloat16), (torch.float32, torch.floa
 def _casts(call: Call) -> bool:
     """Whether elements have another type in memory than in registers.
 
-    Masks are read and comparisons are written as bool, which the functor takes as it is.
+    Masks are read and comparisons are written as bool, which needs no cast.
     """
     types = {t.dtype for t in (*call.reads, *call.writes)} - {torch.bool}
     if len(types) < 2:
@@ -242,7 +242,7 @@ def _foreach(call: Call) -> tuple[Kernel, ...]:
     lists = [a for a in lists if isinstance(a[0], torch.Tensor)]
     tensors = max(map(len, lists), default=1)
     elements = max((sum(t.numel() for t in a) for a in lists), default=0)
-    # What comes back is a list more where the op is not in place.
+    # An op that is not in place returns one list more.
     depth = min(len(lists) + (call.returned is not None), len(_TENSORS_AT_ONCE))
     at_once = _TENSORS_AT_ONCE[max(depth, 1) - 1]
     launches = max(-(-tensors // at_once), -(-elements // _ELEMENTS_AT_ONCE), 1)

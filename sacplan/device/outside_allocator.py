@@ -43,8 +43,8 @@ CUDA_CONTEXT = Outside(
 MARGIN = 0.012
 """Share of a GPU's memory that is left free. Peaks of published steps whose settings are known are above the predicted
 ones by up to 0.6 % (``benchmarks/results/published.json``), and on an H100 the context took 0.3 % of the memory more
-than is counted (``gpu_plans_h100.json``). All published figures of what is reserved, where the
-setting is known, are within it."""
+than is counted (``gpu_plans_h100.json``). Published figures of what is reserved, where the setting is known,
+are within the margin."""
 
 
 def nccl_buffers(communicators: int) -> Outside:
@@ -60,7 +60,7 @@ def nccl_buffers(communicators: int) -> Outside:
 
 
 def outside_allocator(spec: DeviceSpec, communicators: int = 0) -> tuple[Outside, ...]:
-    """Return what a process takes on a device beside torch's allocator, and a margin; nothing on a CPU.
+    """Return what a process takes on a device outside of torch's allocator, and a margin; nothing on a CPU.
 
     Args:
         spec: The device.
@@ -75,11 +75,11 @@ def outside_allocator(spec: DeviceSpec, communicators: int = 0) -> tuple[Outside
 
 
 def outside_on_gpu(communicators: int = 0) -> tuple[Outside, ...]:
-    """Return what a process takes on a GPU; the figures are those of every one."""
+    """Return what a process takes on a GPU outside of torch's allocator; the figures are the same for every GPU."""
     return (CUDA_CONTEXT, *([nccl_buffers(communicators)] if communicators else []))
 
 
 def outside_text(found: Sequence[Outside]) -> str:
     """Return the figures in words: ``CUDA context 0.50 GiB and NCCL buffers 1.00 GiB``."""
-    *most, last = (f"{one.name} {format_bytes(one.n_bytes)}" for one in found)
+    *most, last = (f"{figure.name} {format_bytes(figure.n_bytes)}" for figure in found)
     return f"{', '.join(most)} and {last}" if most else last

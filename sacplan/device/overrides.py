@@ -42,7 +42,7 @@ fake_kernel: RuleTable[FakeKernel] = RuleTable()
 
 
 # On a CPU dropout is a composite that keeps its noise in the input's type. CUDA keeps a mask of one byte an element
-# (``Dropout.cpp``). Where it does nothing (p is 0 or 1, evaluation), both run the composite.
+# (``Dropout.cpp``). Without a mask (p is 0 or 1, evaluation, no elements), both run the composite.
 @override(aten.dropout.default)
 def _dropout(spec: DeviceSpec, input: torch.Tensor, p: float, train: bool) -> Any:
     if train and 0.0 < p < 1.0 and input.numel() > 0:
@@ -106,7 +106,8 @@ def _rms_norm(
 
 
 def _softmax(op: Any, fused: Any, spec: DeviceSpec, input: torch.Tensor, dim: int, dtype: Any = None) -> Any:
-    # CUDA casts float16 inside the kernel (``half_to_float``, ``SoftMax.cpp``). Elsewhere a float32 copy is made first.
+    # CUDA casts float16 inside the kernel (``half_to_float``, ``SoftMax.cpp``). Any other cast
+    # comes first, in the composite, and makes a copy.
     if input.dtype == torch.float16 and dtype == torch.float32:
         return fused(input, dim, True)
     return run_composite(op, input, dim, dtype)
@@ -132,7 +133,7 @@ def takes_cudnn_batch_norm(
     # - scale and shift, without which cuDNN has no kernel;
     # - no bfloat16, and float16 only with float32 parameters;
     # - running statistics both or neither, and neither only in training, where the batch has its own;
-    # - "spatial" mode, that is at least one dimension behind the channels; [N, C] runs in torch's kernel;
+    # - "spatial" mode, that is at least one dimension after the channels; [N, C] runs in torch's kernel;
     # - batch sizes and element counts that cuDNN's kernels can index.
     return (
         spec.capability is not None
@@ -162,7 +163,7 @@ def _batch_norm(spec: DeviceSpec, *args: Any) -> Any:
 
 @fake_kernel(aten.native_layer_norm.default)
 def _layer_norm(mode: Any, func: Any, input: torch.Tensor, shape: Sequence[int], *rest: Any) -> Any:
-    """Statistics [..., 1] of an input [..., *shape] in the accumulation type, as on CUDA."""
+    """Make fake output, mean and rstd: statistics [..., 1] in the accumulation type, for an input [..., *shape]."""
     # In float32 and float64 the accumulation type is the input's: torch's own formula is right.
     if input.dtype not in HALF_TYPES:
         return NotImplemented

@@ -41,10 +41,10 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def outside_of_the_trace(device: torch.device) -> Iterator[None]:
-    """Switch off fake modes, dispatch modes, autograd and autocast inside, and put generators back after.
+    """Switch off fake modes, dispatch modes, autograd and autocast inside, and restore generators after.
 
     Where an op switches autograd on inside, it keeps tensors as it would without the recorder's hooks. Inside of
-    ``torch.func.grad`` there are none, and none are allowed.
+    ``torch.func.grad`` there are no such hooks, and none are allowed.
     """
     indices = [device.index or 0] if device.type == "cuda" else []
     with (
@@ -71,7 +71,7 @@ _T = TypeVar("_T")
 def _rules(
     *lines: tuple[str, str, Callable[[_Arguments], _T]],
 ) -> dict[tuple[str, str], Callable[[_Arguments], _T]]:
-    """Rules by (op, argument), of lines of (ops, argument, rule); each rule sees the arguments by name."""
+    """Return rules by (op, argument), from lines of (ops, argument, rule); each rule sees the arguments by name."""
     return {(op, argument): rule for ops, argument, rule in lines for op in ops.split()}
 
 
@@ -173,7 +173,7 @@ class RealOp:
     Args:
         call: the traced op. What it returned tells sizes that depend on data.
         device: where it is to run.
-        zeros: no made-up values, zeros.
+        zeros: whether operands are zeros in place of made-up values.
     """
 
     def __init__(self, call: Call, device: torch.device, *, zeros: bool = False) -> None:
@@ -190,14 +190,14 @@ class RealOp:
     def __call__(self) -> Any:
         """Run the op."""
         if self._op == "mkldnn_rnn_layer":
-            # It prepares for the backward pass, and keeps a workspace for it, only where autograd is on.
+            # The op keeps a workspace for the backward pass only where autograd is on.
             with torch.enable_grad():
                 return self.func(*self.args, **self.kwargs)
         return self.func(*self.args, **self.kwargs)
 
     def _value(self, value: Any, name: str, position: int = 0) -> Any:
         if self._op == "_cudnn_rnn" and name == "weight_buf":
-            return None  # the flat copy of the weights, which a fake step does not have: it makes its own
+            return None  # the flat copy of the weights, which a fake step does not have: the op makes its own
         if isinstance(value, torch.Tensor):
             made = self._made.get(id(value))
             if made is None:
@@ -214,11 +214,11 @@ class RealOp:
     def _tensor(self, like: torch.Tensor, name: str, position: int) -> torch.Tensor:
         """Make a tensor of the same shape, strides and dtype, over as much storage as the elements span."""
         if like.layout is not torch.strided:
-            # A real one: there are no fake sparse tensors here. A copy would lay out the indices otherwise.
+            # Sparse tensors are real ones. Only an op that writes gets a copy: copying changes how indices lie.
             return like.detach().clone() if op_traits(self.func).written_names else like.detach()
         shape, stride = [int(n) for n in like.shape], [int(n) for n in like.stride()]
         span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
-        # Each case below goes before those after it: special arguments, then real values, then made-up ones.
+        # In this order: special arguments, then real values, then made-up ones.
         if (self._op, name) in _ON_THE_HOST:
             return torch.ones(shape, dtype=like.dtype)
         if self._op == "mkldnn_rnn_layer_backward" and name == "workspace" and isinstance(like, FakeTensor):
@@ -310,7 +310,7 @@ class RealOp:
         return None
 
     def _rnn_workspace(self) -> torch.Tensor:
-        """Run the forward op for its workspace. Only it can fill one, and a wrong size is read out of bounds."""
+        """Return a workspace filled by the forward op, as no other can; a wrong size is read out of bounds."""
         a = self._by_name
         given = [a["input"], a["weight1"], a["weight2"], a["weight3"], a["weight4"], a["hx_"], a["cx_tmp"]]
         real = [self._value(t, f"rnn_{i}") for i, t in enumerate(given)]
@@ -327,7 +327,7 @@ def run_for_real(call: Call, device: torch.device, measure: Callable[[RealOp], _
     """Return ``measure(op)``, where ``op()`` runs the call on real operands, outside of all modes that are on.
 
     Raises:
-        RUN_ERRORS: what the op says to made-up values, and to zeros.
+        RUN_ERRORS: the op refuses made-up values, and zeros.
     """
     with outside_of_the_trace(device):
         for zeros in (False, True):
@@ -335,7 +335,7 @@ def run_for_real(call: Call, device: torch.device, measure: Callable[[RealOp], _
             try:
                 return measure(op)
             except RUN_ERRORS:
-                # Zeros only help where values were made up; on CUDA an error may have ended the context.
+                # Zeros were the last attempt. On CUDA there is one attempt: an error may have ended the context.
                 if zeros or device.type == "cuda":
                     raise
             del op

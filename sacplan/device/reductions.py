@@ -1,7 +1,8 @@
 """The buffer of a CUDA reduction that several blocks share: ``setReduceConfig`` in PyTorch's ``Reduce.cuh``.
 
 The sum of a gradient over all rows, which is the gradient of a bias, has few results and many terms. So each result is
-summed by several blocks of threads, which leave what they have in global memory: on an H100, 132 MiB for 3,072 results.
+summed by several blocks of threads, which leave their partial sums in global memory: on an H100, 132 MiB for 3,072
+results.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ def reduction_bytes(
     n_inputs = n_outputs = 1
     for size, out, _ in iterated:
         n_inputs, n_outputs = (n_inputs, n_outputs * size) if out else (n_inputs * size, n_outputs)
+    # Whether adjacent threads sum one result (``reduction_on_fastest_striding_dimension``), or several.
     along_rows = n_summed == len(iterated) or iterated[0][2] < iterated[n_summed][2]
     width, height = (n_inputs, n_outputs) if along_rows else (n_outputs, n_inputs)
     vector = 1
@@ -48,13 +50,13 @@ def reduction_bytes(
         width //= 4
     block_width, block_height = _block(width, height, _MAX_THREADS // vector)
     step_in, step_out = (block_width, 1) if along_rows else (1, block_width)
-    # The terms of a result are too few for several warps of a block.
+    # The terms of a result are too few for several warps.
     if -(-n_inputs // step_in) < min(block_height * 16, _MAX_VALUES):
         return ()
     values = -(-n_inputs // (step_in * block_height))
     grid = -(-(n_outputs // vector) // step_out)
     most = spec.sm_count * (spec.threads_per_sm // (block_width * block_height))
-    # They are too few for several blocks, or the results alone keep the GPU busy.
+    # The terms are too few for several blocks, or the results alone keep the GPU busy.
     if values < _MAX_VALUES or grid > most:
         return ()
     blocks = max(min(-(-most // grid), -(-values // _MIN_VALUES)), -(-values // _MAX_VALUES))
@@ -69,18 +71,18 @@ def _iterated(x: torch.Tensor, dims: Collection[int]) -> list[_Dim]:
 
     Neighbours that one stride can step over are joined, as its ``coalesce_dimensions`` does.
     """
-    found: list[_Dim] = []
+    iterated: list[_Dim] = []
     out_stride = 1
     for dim in reversed(range(x.dim())):
         summed = dim in dims or not dims  # no dims: all are summed
         if x.shape[dim] > 1:
-            found.append((x.shape[dim], 0 if summed else out_stride, x.stride(dim)))
+            iterated.append((x.shape[dim], 0 if summed else out_stride, x.stride(dim)))
         out_stride *= 1 if summed else x.shape[dim]
-    found.sort(key=lambda each: (each[1] != 0, each[1], each[2]))
-    joined = found[:1]
-    for size, out, into in found[1:]:
+    iterated.sort(key=lambda each: (each[1] != 0, each[1], each[2]))
+    joined = iterated[:1]
+    for size, out, into in iterated[1:]:
         last_size, last_out, last_into = joined[-1]
-        # The sizes are above 1, so this never joins one that is summed over with one that is not.
+        # The sizes are above 1, so a dimension that is summed over is never joined with one that is not.
         if (out, into) == (last_size * last_out, last_size * last_into):
             joined[-1] = (last_size * size, last_out, last_into)
         else:

@@ -18,7 +18,7 @@ from sacplan.torch_compat.private import suggested_memory_format
     std_mean nansum count_nonzero median nanmedian mode
 """))  # fmt: skip
 def _reduction(call: Call) -> tuple[Kernel, ...]:
-    """Most reductions read once. ``max(a, b)`` of two tensors has the name of one, and is elementwise."""
+    """Most reductions read once. ``max(a, b)`` of two tensors has a reduction's name, and is elementwise."""
     largest = max((t.numel() for t in call.reads), default=0)
     kind = "pointwise" if any(t.numel() == largest for t in call.writes) else "reduction"
     return (Kernel(kind, call.nbytes),)
@@ -60,7 +60,7 @@ def _softmax(call: Call) -> tuple[Kernel, ...]:
 def _softmax_backward(call: Call) -> tuple[Kernel, ...]:
     """The sum of the gradient over the row, then the result, for which the gradient is read again if it does not fit.
 
-    That of softmax needs the sum of gradient times output: a product of its own, which comes first.
+    The gradient of softmax needs the sum of gradient times output: a kernel of its own makes that product first.
     """
     grad, output = call.args[:2]
     length, nbytes, rows = _row(output, call.args[2])
@@ -78,7 +78,7 @@ def _softmax_backward(call: Call) -> tuple[Kernel, ...]:
 
 @kernels("aten::nll_loss_forward")
 def _nll_loss(call: Call) -> tuple[Kernel, ...]:
-    """A reduced loss is made by one block of 32 threads, which walks over all rows; otherwise it is a gather."""
+    """A reduced loss is made by one block of 32 threads, which walks over all rows; any other is a gather."""
     target, reduction = call.args[1], call.args[3]
     if reduction == 0 or call.args[0].dim() == 1:
         return (Kernel("gather", 3 * call.written_bytes, target.numel()),)
@@ -107,10 +107,10 @@ def _layer_norm_backward(call: Call) -> tuple[Kernel, ...]:
     """Two kernels that read gradient and input: for the input's gradient, and for those of weight and bias."""
     grad, x = tensor_bytes(call.args[0]), tensor_bytes(call.args[1])
     mask = call["output_mask"]
-    found = [Kernel("norm_backward", grad + 2 * x)] if mask[0] else []
+    launched = [Kernel("norm_backward", grad + 2 * x)] if mask[0] else []
     if any(mask[1:]):
-        found.append(Kernel("norm_backward", grad + x))
-    return tuple(found)
+        launched.append(Kernel("norm_backward", grad + x))
+    return tuple(launched)
 
 
 @kernels("aten::native_group_norm")
@@ -160,7 +160,7 @@ def _batch_norm(call: Call) -> tuple[Kernel, ...]:
 def _batch_norm_backward(call: Call) -> tuple[Kernel, ...]:
     """Two sums for each channel, from gradient and input; then the input's gradient, from both again.
 
-    PyTorch's own kernel does both in the one block of a channel, see above.
+    PyTorch's own kernel does both in the one block of a channel, see ``_batch_norm``.
     """
     nbytes = tensor_bytes(call.args[0])
     if whole := _moments_of_channels(call, call.args[1], 5 * nbytes, passes=2):
@@ -169,7 +169,7 @@ def _batch_norm_backward(call: Call) -> tuple[Kernel, ...]:
 
 
 def _moments_of_channels(call: Call, x: torch.Tensor, nbytes: int, *, passes: int) -> Kernel | None:
-    """Return the kernel of PyTorch that walks over each channel with one block; None where another one runs."""
+    """Return the kernel of PyTorch that walks over each channel with one block; None where another kernel runs."""
     if "cudnn" in call.func._schema.name or x.dim() < 3 or x.stride(1) == 1 or not x.is_contiguous():
         return None
     return Kernel("moments", nbytes, passes * x.numel(), block_elements=passes * x.numel() / x.shape[1])
@@ -180,10 +180,10 @@ def _moments_of_channels(call: Call, x: torch.Tensor, nbytes: int, *, passes: in
 
 _QUERY_TILE = 128
 """Queries that one block works on."""
-# What the softmax of one score takes beside its products, which grow with the head, in FLOPs of the matrix units.
-# FlashAttention-2 (Dao, 2023), figure 5: 190 TFLOP/s on an A100 with heads of 64, 228 with 128. It takes twice as much
-# in the backward pass. In FlashAttention-3's figures for an H100 this kernel has 85 and 150. There cuDNN loses a third
-# with heads of 64, which is left out: no published step shows it.
+# What the softmax of one score takes in addition to its products, which grow with the head, in FLOPs of the matrix
+# units. FlashAttention-2 (Dao, 2023), figure 5: 190 TFLOP/s on an A100 with heads of 64, 228 with 128. It takes twice
+# as much in the backward pass. In FlashAttention-3's figures for an H100 this kernel has 85 and 150; cuDNN loses a
+# third there with heads of 64, which is left out: no published step shows it.
 _SOFTMAX_FLOPS = 128
 
 
@@ -210,7 +210,7 @@ def _attention_kernel(call: Call, *, backward: bool) -> Kernel:
     share = 0.5 + 0.5 / max(1, key.shape[-2] / _QUERY_TILE) if call["is_causal"] else 1.0
     flops = call.flops * share
     if "flash" in kind:
-        # Beside 10 or 4 FLOPs for each element of a head.
+        # In addition to 10 (backward) or 4 FLOPs for each element of a head.
         softmax = _SOFTMAX_FLOPS * (2 / 10 if backward else 1 / 4)
         flops *= (1 + softmax / query.shape[-1]) / (1 + softmax / 128)  # rates are those of heads of 128
     # A block works on some queries, in the backward pass on some keys, of one head.
@@ -272,12 +272,12 @@ def _convolution(call: Call) -> tuple[Kernel, ...]:
     if kind == "convolution" and x.dtype == torch.float32 and not (on_matrix_units or channels_last):
         filters = [*weight.shape[2:], *a["stride"], *a["dilation"]]
         flops *= 16 / 36 if filters == [3, 3, 1, 1, 1, 1] else 1
-    found = [Kernel(kind, moved, flops=flops)] * n
+    launched = [Kernel(kind, moved, flops=flops)] * n
     if mask[2]:
-        found.append(Kernel("reduction", tensor_bytes(y)))
+        launched.append(Kernel("reduction", tensor_bytes(y)))
     if in_channels_last(x, weight):
         read = (x, weight, y) if backward else (x, weight)
-        found += [Kernel("strided", 2 * tensor_bytes(t)) for t in read if not _is_channels_last(t)]
+        launched += [Kernel("strided", 2 * tensor_bytes(t)) for t in read if not _is_channels_last(t)]
     elif on_matrix_units and not channels_last and not depthwise:
-        found.append(Kernel("strided", 2 * (tensor_bytes(y) + n * tensor_bytes(x)), launches=1 + n))
-    return tuple(found)
+        launched.append(Kernel("strided", 2 * (tensor_bytes(y) + n * tensor_bytes(x)), launches=1 + n))
+    return tuple(launched)

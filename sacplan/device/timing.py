@@ -1,7 +1,7 @@
 """``runtime="benchmark"``: each distinct op of a step is run and timed on the local device.
 
 The ops run on made-up operands (``real_ops.py``). Where one cannot, the roofline's figure replaces the measurement,
-with a warning that names the op: see :meth:`MeasuredTimes.cost`. So it does, without being run, for kernels whose
+with a warning that names the op: see :meth:`MeasuredTimes.cost`. The same goes, without a run, for kernels whose
 operands hold another kernel's private data (``UNKNOWN_LAYOUT``).
 
 On CUDA an op's time is that of the GPU: a short sleep on the stream lets the launches run ahead. A step whose
@@ -66,24 +66,24 @@ class MeasuredTimes:
         if is_free(call.func):
             return 0, 0.0
         key = (self._name, torch.__version__, _settings(self._device), op_key(call))
-        known = _times.get(key)
-        if known is None:
+        ms = _times.get(key)
+        if ms is None:
             try:
                 if call.name in UNKNOWN_LAYOUT:
                     raise NotImplementedError("it takes another kernel's private data")
-                known = run_for_real(call, self._device, lambda op: _fastest_ms(op, self._device))
+                ms = run_for_real(call, self._device, lambda op: _fastest_ms(op, self._device))
             except RUN_ERRORS as error:
                 if self._device.type == "cuda":
                     _check_context(call.func, error)
-                known = self._stand_in(call, error)
-            # The operands of a large op would stay cached, and the next one might not fit beside them.
+                ms = self._stand_in(call, error)
+            # The operands of a large op would stay cached, and those of the next might not fit then.
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-            _times[key] = known
-        return call.flops, known
+            _times[key] = ms
+        return call.flops, ms
 
     def _stand_in(self, call: Call, error: Exception) -> float:
-        if isinstance(error, SacplanError):  # our own, such as a lost context, and no op's refusal
+        if isinstance(error, SacplanError):  # not an op's refusal but ours, such as a lost context
             raise error
         name = str(call.func)
         if name not in self.not_timed:
@@ -111,7 +111,7 @@ def device_here(spec: DeviceSpec) -> torch.device:
     """Return the local device that ``spec`` describes.
 
     Raises:
-        DeviceError: it is a GPU, and there is none here, or another one.
+        DeviceError: it describes a GPU, and this machine has none, or another.
     """
     if spec.kind == "cpu":
         return torch.device("cpu")

@@ -78,7 +78,8 @@ def measured_workspace_bytes(call: Call) -> int:
     if not _worth_a_run(call):
         return _number_bytes(call)
     key = (torch.__version__, torch.get_num_threads(), torch.backends.mkldnn.enabled, op_key(call))
-    # In a real step each call has values of its own. What made-up ones gave must not stand for them, nor the reverse.
+    # In a real step each call has values of its own. The result of made-up ones must not stand for them, nor
+    # the reverse.
     by_values = call.func._schema.name in _BY_VALUES and active_fake_mode() is None
     known = None if by_values else _known.get(key)
     if known is None:
@@ -111,7 +112,7 @@ def measured_formula_bytes(call: Call) -> tuple[int, int] | None:
 
     Two figures: for incoming gradients that are contiguous, and for those that are one element, expanded.
 
-    None where the ops that a dispatch mode sees are those of the plain step, and say it themselves; where no argument
+    None where the ops that a dispatch mode sees are those of the plain step, and account for it; where no argument
     requires a gradient; and, with a warning, where the formula cannot be run on made-up operands.
     """
     if call.func._schema.name not in _OTHER_FORMULA_UNDER_A_MODE or not torch.is_grad_enabled():
@@ -119,7 +120,7 @@ def measured_formula_bytes(call: Call) -> tuple[int, int] | None:
     wanted = tuple(i for i, t in enumerate(tensors_in((call.args, call.kwargs))) if t.requires_grad)
     if not wanted:
         return None
-    # A leaf may not be written: the formula of a write in place is that of its namesake.
+    # A leaf must not be written in place, so the op's out-of-place namesake is run, which has the same formula.
     func = op_named(str(call.func).replace("_.", ".")) or call.func
     call = Call(func, call.args, call.kwargs, call.returned)
     key = ("formula", torch.__version__, torch.get_num_threads(), wanted, op_key(call))
@@ -170,7 +171,7 @@ def _worth_a_run(call: Call) -> bool:
         # types are reordered for oneDNN, or added up in float32.
         return any(t.dtype not in _MADE_FOR_BLAS or (t.dim() > 1 and not _fits_blas(t)) for t in tensors)
     if torch.Tag.pointwise in func.tags and name not in _ELEMENTWISE_WITH_MORE:
-        # An operand of another type than the result is copied to it.
+        # An operand of another type than the result is first cast, which makes a copy.
         return len({t.dtype for t in (*tensors, *tensors_in(call.returned))}) > 1
     return True
 
@@ -178,7 +179,7 @@ def _worth_a_run(call: Call) -> bool:
 _TAKES_NUMBERS_AS_THEY_ARE = aten_names("""
     pow.Tensor_Scalar pow_.Scalar float_power_.Scalar lerp.Scalar lerp_.Scalar masked_fill.Scalar masked_fill_.Scalar
 """)
-"""Overloads of elementwise ops whose kernels take a number as it is, and make no tensor of it."""
+"""Overloads of elementwise ops whose kernels take a number itself, and make no tensor of it."""
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
@@ -186,29 +187,29 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: t
 def _number_bytes(call: Call) -> int:
     """Return the bytes of tensors that an elementwise op makes of Python numbers, and of their casts.
 
-    Numbers in the place of a tensor, and the operand of an overload for numbers, such as ``mul.Scalar`` of backward
-    formulas and ``rsub.Scalar`` of ``1 - x``. Other numbers, such as bounds and slopes, the kernel takes as they are.
+    Numbers in place of a tensor, and the operand of an overload for numbers, such as ``mul.Scalar`` of backward
+    formulas and ``rsub.Scalar`` of ``1 - x``. Other numbers, such as bounds and slopes, the kernel takes themselves.
     """
     func = call.func
     if torch.Tag.pointwise not in func.tags:
         return 0
     result = next(iter(tensors_in(call.returned)), None)
-    operand = "scalar" in func._overloadname.lower() and func.name() not in _TAKES_NUMBERS_AS_THEY_ARE
-    found = 0
+    expects_operand = "scalar" in func._overloadname.lower() and func.name() not in _TAKES_NUMBERS_AS_THEY_ARE
+    n_bytes = 0
     for argument, value in zip(func._schema.arguments, call.args, strict=False):
-        made = _NUMBERS.get(type(value))
-        if made is None:
+        dtype = _NUMBERS.get(type(value))
+        if dtype is None:
             continue
         if isinstance(argument.type, torch.TensorType):
             pass
-        elif operand and isinstance(argument.type, torch.NumberType):
-            operand = False  # what follows is a factor (alpha)
+        elif expects_operand and isinstance(argument.type, torch.NumberType):
+            expects_operand = False  # what follows is a factor (alpha)
         else:
             continue
-        found += made.itemsize
-        if result is not None and result.dtype != made:
-            found += result.dtype.itemsize
-    return found
+        n_bytes += dtype.itemsize
+        if result is not None and result.dtype != dtype:
+            n_bytes += result.dtype.itemsize
+    return n_bytes
 
 
 def _fits_blas(t: torch.Tensor) -> bool:
@@ -224,7 +225,7 @@ def _peak_inside(op: RealOp) -> int:
 
 
 def _peak_beyond_outputs(run: Callable[[], Any], given: Any) -> int:
-    """Return the peak of ``run``'s allocations, less the bytes of storages that it returns and was not given."""
+    """Return the peak of ``run``'s allocations, less the bytes of new storages that it returns."""
     if profiler_is_on():
         raise TraceError(
             "a profiler is on, and a profile for a CPU needs it to measure what kernels allocate inside. "
@@ -237,9 +238,9 @@ def _peak_beyond_outputs(run: Callable[[], Any], given: Any) -> int:
         out = run()
         old = {storage_key(part.untyped_storage()) for t in tensors_in(given) for part in strided_parts(t)}
         storages = [part.untyped_storage() for t in tensors_in(out) for part in strided_parts(t)]
-        made = {storage_key(storage): storage.nbytes() for storage in storages}
+        returned = {storage_key(storage): storage.nbytes() for storage in storages}
         # By storage: two outputs on one storage, or an output on an input's, must not count twice.
-        outputs = sum(nbytes for key, nbytes in made.items() if key not in old)
+        outputs = sum(nbytes for key, nbytes in returned.items() if key not in old)
 
     live = peak = 0
     for delta in allocation_deltas(watched):
@@ -269,7 +270,7 @@ def measured_reserves() -> Iterator[None]:
 
 
 def _fake_lstm_layer(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Output [T, N, H] of input [T, N, C], hidden and cell state of the given shapes, workspace [bytes]."""
+    """Make fake output [T, N, H] of input [T, N, C], hidden and cell state of the given shapes, workspace [bytes]."""
     call = Call(func, args, kwargs)
     a = call.arguments
     steps, batch = a["input"].shape[:2]
@@ -284,7 +285,7 @@ def _fake_lstm_layer(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fake_lstm_layer_backward(mode: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Gradients of input, four parameters, hidden and cell state, in float32 whatever the type of the operands."""
+    """Make fake gradients of input, four parameters, hidden and cell state, all float32 whatever the operands' type."""
     a = arguments_by_name(func, args, kwargs)
 
     def new(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -313,5 +314,5 @@ def workspace_bytes(spec: DeviceSpec, call: Call) -> int:
 
 
 def formula_bytes(spec: DeviceSpec, call: Call) -> tuple[int, int] | None:
-    """Return ``measured_formula_bytes`` for a CPU. On a GPU the other formula is not accounted for: None."""
+    """Return ``measured_formula_bytes`` for a CPU; None for a GPU, where the other formula is not accounted for."""
     return measured_formula_bytes(call) if spec.kind == "cpu" else None

@@ -37,7 +37,7 @@ from sacplan.torch_compat.allocations import allocation_events, profiler_is_on
 from sacplan.torch_compat.host_memory import device_of
 
 _SCALARS_BYTES = 4096
-"""Allowance for what a trainer keeps besides the step, such as running losses and norms."""
+"""Allowance for what a trainer keeps in addition to the step's tensors, such as running losses and norms."""
 
 _BEGIN, _END = "sacplan: a step begins", "sacplan: a step ends"
 
@@ -46,7 +46,7 @@ class PlannedTraining:
     """Plans that are applied to a model from ``_put_on`` to ``_take_off``. A trainer's callback calls these.
 
     Attributes:
-        plans: as ``apply`` takes them; ``plan`` is that with the largest peak, which no step should exceed.
+        plans: as ``apply`` takes them; ``plan`` is the one with the largest peak, which no step should exceed.
     """
 
     _hint: ClassVar[str]
@@ -60,7 +60,7 @@ class PlannedTraining:
         tolerance: float = 0.05,
     ) -> None:
         self.plans = opened_plans(plan)
-        plan = self.plan = max(self.plans, key=lambda one: one.peak_bytes)
+        plan = self.plan = max(self.plans, key=lambda planned: planned.peak_bytes)
         self._check = check
         self._watch_steps = watch_steps
         self._tolerance = tolerance
@@ -91,19 +91,19 @@ class PlannedTraining:
     def _compare(self, optimizers: Iterable[Any]) -> None:
         """Warn if the modes of modules or the optimizer are not as planned.
 
-        Called after each step, but works after the first one only: before it, modules may be in other modes.
+        Called after each step, but compares after the first only: before that step, modules may be in other modes.
         """
         # Setting it to None makes this work once in a run.
         model, self._to_compare = self._to_compare, None
         if model is None:
             return
         planned = self.plan.fingerprint.setup
-        found = list(planned.mode_differences(Setup.of(model)))
+        differences = list(planned.mode_differences(Setup.of(model)))
         names = [optimizer_name(inner_optimizer(optimizer)) for optimizer in optimizers]
         # With several optimizers there is no single name to compare with the planned one.
         if len(names) == 1:
-            found.extend(planned.optimizer_difference(names[0]))
-        warn_of(found, stacklevel=3)
+            differences.extend(planned.optimizer_difference(names[0]))
+        warn_of(differences, stacklevel=3)
 
     def _take_off(self) -> None:
         """Remove the plan. A run that failed leaves it on, so this is called before the next one, too."""
@@ -160,7 +160,7 @@ class PeakWatch:
             return
         device = device_of(model)
         if self._meter is None:
-            # It will not become measurable later, so later steps do not try (and do not warn) again.
+            # A run that cannot be measured stays so: later steps do not try (and do not warn) again.
             if not self._can_measure(device.type):
                 self._left = 0
                 return
@@ -170,7 +170,7 @@ class PeakWatch:
             [*(batch or ()), *(t for o in optimizers for t in kept_by(inner_optimizer(o)))],
             round_bytes=self._meter.round_bytes,
         )
-        # The Trainer's callbacks do not see the batches of a step.
+        # The Trainer's callbacks do not see the batches of a step, so those planned for stand in.
         if batch is None:
             own_bytes += _bytes_of_planned_batch(self._plan)
         self._left -= 1
@@ -183,7 +183,7 @@ class PeakWatch:
             return
         self._running = False
         self._judge(self._meter.end())
-        # On a CPU the peaks are known only when the profiler stops, which should be as soon as possible.
+        # On a CPU peaks are known only when the profiler stops, so it stops after the last step.
         if not self._left:
             self.finish()
 
@@ -266,7 +266,7 @@ class _OnCpu:
 
     def finish(self) -> list[int]:
         self._stop()
-        # A step that began and did not end has own bytes and no rise.
+        # ``zip`` leaves out a step that began and did not end: it has no rise.
         return [own + rise for own, rise in zip(self._own_bytes, _rises(self._profiler), strict=False)]
 
 
@@ -315,7 +315,7 @@ def _kind_of(device: str) -> str:
     try:
         return resolve_device(device).kind
     except DeviceError:
-        return "cuda"  # somebody's own DeviceSpec
+        return "cuda"  # a DeviceSpec of the user's own, taken to be a GPU
 
 
 def _bytes_of_planned_batch(plan: Plan) -> int:

@@ -26,7 +26,7 @@ class Sacplan(BaseModel, extra="forbid"):
 
     Attributes:
         budget: of the whole step, such as "22GiB"; by default what the device holds.
-        device: what the step will run on, see ``sacplan.devices()``; by default the GPU that is here.
+        device: what the step will run on, see ``sacplan.devices()``; by default the local GPU.
         techniques: what a plan may do; by default recomputation.
     """
 
@@ -56,7 +56,7 @@ class SacplanPlugin(BasePlugin):  # type: ignore[misc]  # axolotl has no annotat
             TraceError: the trainer trains in a way that cannot be profiled.
         """
         asked = Sacplan(**(cfg.get("sacplan") or {}))
-        made = plan(
+        chosen = plan(
             profile_trainer(trainer, device=asked.device), asked.budget, techniques=tuple(asked.techniques)
         )
-        return [PlanCallback(made)]
+        return [PlanCallback(chosen)]

@@ -41,14 +41,14 @@ _PROJECTIONS = ["to_q", "to_k", "to_v", "to_out.0"]
 """The layers that diffusers' LoRA scripts train by default."""
 
 _INTEGERS, _FLOATS = ("mask",), ("ids", "guidance")
-"""How names of inputs end that are integers, or float32; all else has the type of the model."""
+"""Endings of names of inputs that are integers, or float32; all other inputs have the type of the model."""
 
 
 @functools.cache
 def known() -> dict[str, Any]:
     """Return the models by their names on the hub."""
-    found: dict[str, Any] = json.loads(Path(__file__).with_name("diffusers.json").read_bytes())
-    return found
+    models: dict[str, Any] = json.loads(Path(__file__).with_name("diffusers.json").read_bytes())
+    return models
 
 
 def build(target: str, asked: ModelOptions, place: str) -> Target:
@@ -63,7 +63,7 @@ def build(target: str, asked: ModelOptions, place: str) -> Target:
         TargetError: diffusers is missing, the name or the size is not known, or an option is not for such a model.
     """
     name, _, size = target.removeprefix(PREFIX).partition("@")
-    matches = [each for each in known() if name.lower() in (each.lower(), each.rpartition("/")[2].lower())]
+    matches = [full for full in known() if name.lower() in (full.lower(), full.rpartition("/")[2].lower())]
     if not matches:
         meant = did_you_mean(name, known(), PREFIX.__add__)
         raise hinted(
@@ -123,13 +123,13 @@ class DenoisingLoss:
 def _size(text: str, spec: dict[str, Any], target: str) -> tuple[int, int, int]:
     width, height, frames = spec["size"]
     if text:
-        found = re.fullmatch(r"(\d+)x(\d+)(?:x(\d+))?", text)
-        if found is None:
+        match = re.fullmatch(r"(\d+)x(\d+)(?:x(\d+))?", text)
+        if match is None:
             raise TargetError(
                 f"{target}: {text!r} is no size. Write {width}x{height}, or {width}x{height}x{frames}."
             )
-        width, height, frames = int(found[1]), int(found[2]), int(found[3] or frames)
-    # Most models join two by two points of the autoencoder's, which has eight by eight pixels for each.
+        width, height, frames = int(match[1]), int(match[2]), int(match[3] or frames)
+    # Most models join 2 x 2 points of the autoencoder's output, each of which stands for 8 x 8 pixels: 16 in all.
     unit = max(16, spec["pixels"])
     if not width or not height or width % unit or height % unit:
         raise TargetError(f"{target}: width and height must be multiples of {unit}.")
@@ -162,13 +162,13 @@ def _adapted(model: torch.nn.Module, lora: str) -> torch.nn.Module:
     peft = library("peft")
     model.requires_grad_(False)
     try:
-        made = peft.inject_adapter_in_model(peft.LoraConfig(**options), model)
+        adapted = peft.inject_adapter_in_model(peft.LoraConfig(**options), model)
     except ValueError as error:  # PEFT finds no layers of these names
         raise TargetError(f"--lora {lora}: {error}") from error
-    for p in made.parameters():
+    for p in adapted.parameters():
         if p.requires_grad:
             p.data = p.data.float()
-    return made  # type: ignore[no-any-return]
+    return adapted  # type: ignore[no-any-return]
 
 
 def _batch(
@@ -177,17 +177,17 @@ def _batch(
     """Return the inputs, and the target: what is to be predicted, of the size of the first input."""
     width, height = (size // spec["pixels"] for size in pixels[:2])
     time = (pixels[2] - 1) // spec["frames"] + 1
-    known = {"n": n, "width": width, "height": height, "time": time, "text": spec["text"]}
-    known["tokens"] = math.prod((width, height, time))
+    sizes = {"n": n, "width": width, "height": height, "time": time, "text": spec["text"]}
+    sizes["tokens"] = math.prod((width, height, time))
 
-    def made(name: str, what: Any) -> Any:
+    def input_of(name: str, what: Any) -> Any:
         if isinstance(what, dict):
-            return {key: made(key, value) for key, value in what.items()}
+            return {key: input_of(key, value) for key, value in what.items()}
         if isinstance(what, str):
-            return [[(time, height, width)]] * n if what == "shapes" else known[what]
+            return [[(time, height, width)]] * n if what == "shapes" else sizes[what]
         of = torch.int64 if name.endswith(_INTEGERS) else torch.float32 if name.endswith(_FLOATS) else dtype
-        return torch.zeros([known.get(size, size) for size in what], dtype=of, device=place)
+        return torch.zeros([sizes.get(size, size) for size in what], dtype=of, device=place)
 
-    batch = {name: made(name, what) for name, what in spec["inputs"].items()}
+    batch = {name: input_of(name, what) for name, what in spec["inputs"].items()}
     batch["target"] = torch.zeros_like(next(iter(batch.values())))
     return batch

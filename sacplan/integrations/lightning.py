@@ -52,8 +52,8 @@ class PlanCallback(PlannedTraining, pl.Callback):
 
         lightning.Trainer(callbacks=[PlanCallback(plan)])
 
-    It is applied after the strategy has set up the module (DDP, FSDP, precision). Modules that were compiled before are
-    compiled again, with the plan.
+    The plan is applied after the strategy has set up the module (DDP, FSDP, precision). Modules that were compiled
+    before are compiled again, with the plan.
 
     Args:
         plan: made for the module that is fitted, such as from :func:`profile_trainer`; or several, as
@@ -87,7 +87,8 @@ class PlanCallback(PlannedTraining, pl.Callback):
         super().__init__(plan, check=check, watch_steps=watch_steps, tolerance=tolerance)
         self.submodule = submodule
         self._planned_batches = [*map(_planned_batches, self.plans)]
-        # A strategy that wraps the module calls it, with the arguments of ``training_step``.
+        # Several plans are told apart by the arguments of calls: a strategy that wraps the module calls it with those
+        # of ``training_step``.
         if len(self.plans) > 1:
             self.plans = [*map(_with_calls, self.plans, self._planned_batches)]
         self._sizes = ShapeWatch(self.plan, ())
@@ -213,13 +214,13 @@ def step_arguments(
 
 def _largest(loader: Any) -> Any:
     """Return the largest batch of a data loader, or the first of any other iterable."""
-    # The samples of a stream cannot be looked at without using them up: its batches are watched in training.
+    # A stream is not searched for its largest batch, which would use it up: its batches are watched in training.
     if is_loader(loader) and not isinstance(loader.dataset, IterableDataset):
         return LongestBatch(loader)()
-    found = next(iter(loader), None)
-    if found is None:
+    first = next(iter(loader), None)
+    if first is None:
         raise TraceError("there is no batch to plan for: the data loader yields none.")
-    return found
+    return first
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,16 +265,16 @@ class _FitLoss:
 
 
 def _planned_batches(plan: Plan) -> list[Shapes]:
-    """Return the batches of a plan from ``profile_trainer``, as ``shapes_of`` does; none for a plan of another step."""
-    found = []
+    """Return shapes, as of ``shapes_of``, of the batches of a plan from ``profile_trainer``; [] for any other plan."""
+    batches = []
     for call in plan.fingerprint.calls_or_batch:
         own = [(path, shape) for path, shape in call.tensors if path.startswith(_PLANNED)]
-        found.append(tuple((f"[0]{path.removeprefix(_PLANNED)}", shape) for path, shape in own))
-    return [*filter(None, found)]
+        batches.append(tuple((f"[0]{path.removeprefix(_PLANNED)}", shape) for path, shape in own))
+    return [*filter(None, batches)]
 
 
 def _with_calls(plan: Plan, batches: list[Shapes]) -> Plan:
-    calls = tuple(ModelCall(one, with_gradients=True) for one in batches) or plan.fingerprint.calls
+    calls = tuple(ModelCall(shapes, with_gradients=True) for shapes in batches) or plan.fingerprint.calls
     return structs.replace(plan, fingerprint=structs.replace(plan.fingerprint, calls=calls))
 
 
@@ -292,16 +293,16 @@ def _loader(module: pl.LightningModule, batches: Any) -> Any:
 
 def _optimizer(module: pl.LightningModule) -> torch.optim.Optimizer | None:
     """Return the optimizer of ``configure_optimizers``, from any of the forms that Lightning accepts."""
-    made: Any = module.configure_optimizers()
-    if made is None:
+    configured: Any = module.configure_optimizers()
+    if configured is None:
         return None
-    found: list[torch.optim.Optimizer] = _configure_optimizers(made)[0]
-    if len(found) > 1:
+    optimizers: list[torch.optim.Optimizer] = _configure_optimizers(configured)[0]
+    if len(optimizers) > 1:
         raise TraceError(
-            f"{type(module).__name__}.configure_optimizers made {len(found)} optimizers, but with automatic "
+            f"{type(module).__name__}.configure_optimizers made {len(optimizers)} optimizers, but with automatic "
             "optimization Lightning takes one."
         )
-    return found[0]
+    return optimizers[0]
 
 
 _TRUE = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64}

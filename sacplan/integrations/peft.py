@@ -11,11 +11,11 @@
     print(sacplan.fit(model, ...))
 
 ``from_pretrained`` quantizes weights while it loads them, so that there is nothing to quantize without weights. Here
-the same steps run on a model that is there, in the order in which people take them: transformers puts
-``bitsandbytes.nn.Linear4bit`` in the place of ``nn.Linear``, bitsandbytes quantizes each weight, ``peft`` prepares the
+the same steps run on a model that exists, in the order in which people take them: transformers puts
+``bitsandbytes.nn.Linear4bit`` in place of ``nn.Linear``, bitsandbytes quantizes each weight, ``peft`` prepares the
 model for training and adds the adapters. On the meta device none of this computes anything.
 
-A model that was loaded with ``from_pretrained(quantization_config=)`` needs none of this: profile it as it is.
+A model that was loaded with ``from_pretrained(quantization_config=)`` needs none of this: profile it directly.
 
 Tried with transformers 5.23, peft 0.21 and bitsandbytes 0.50.
 """
@@ -53,8 +53,8 @@ def with_lora(
             are.
         prepare: Whether a quantized model passes through ``peft.prepare_model_for_kbit_training``, which makes
             everything that is not quantized float32: norms, the embedding and the head. Checkpointing stays off, since
-            plans take its place. None: unless 4-bit weights are stored as floats (``bnb_4bit_quant_storage``). Those
-            are for FSDP, and recipes for it make nothing float32: adapters have the type of the storage, too.
+            plans take its place. None: unless 4-bit weights are stored as floats (``bnb_4bit_quant_storage``). Such
+            storage is for FSDP, whose recipes make nothing float32: adapters have the type of the storage, too.
 
     Returns:
         The model in training mode; with ``lora`` the ``PeftModel`` around it.
@@ -73,10 +73,10 @@ def with_lora(
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         if quantization is not None:
             model = _quantized(model, quantization)
-            # None for bytes, the default.
+            # ``stored_as`` is None for bytes, the default.
             stored: torch.dtype = quantization.bnb_4bit_quant_storage
             stored_as = stored if stored.is_floating_point else None
-            if stored_as is None if prepare is None else prepare:
+            if (stored_as is None) if prepare is None else prepare:
                 prepared = library("peft").prepare_model_for_kbit_training
                 model = prepared(model, use_gradient_checkpointing=False)
         if lora is not None:
@@ -95,7 +95,7 @@ def with_lora(
 
 
 def _quantized(model: torch.nn.Module, quantization: BitsAndBytesConfig) -> torch.nn.Module:
-    """Put ``Linear4bit`` in the place of the linear layers, and quantize their weights."""
+    """Put ``Linear4bit`` in place of the linear layers, and quantize their weights."""
     transformers, bitsandbytes = library("transformers"), library("bitsandbytes")
     kind: type = transformers.PreTrainedModel
     if not isinstance(model, kind):
@@ -122,10 +122,10 @@ def _quantized(model: torch.nn.Module, quantization: BitsAndBytesConfig) -> torc
         if issubclass(layer.source_cls, transformers.pytorch_utils.Conv1D):
             weight = weight.T
         packed = bitsandbytes.nn.Params4bit(weight, requires_grad=False, **vars(layer.weight))
-        # Not ``packed.to(device)``, which leaves a weight on the meta device as it is.
+        # Not ``packed.to(device)``, which leaves a weight on the meta device unpacked.
         packed._quantize(weight.device)
         layer.weight, layer.bias = packed, replaced.bias
-    # bitsandbytes keeps the map of the first quantization for all others: one without data is of no use to them.
+    # bitsandbytes keeps the map of the first quantization for all later ones, to which one without data is of no use.
     maps.clear()
     maps.update(known)
     quantized: Any = model
@@ -149,7 +149,7 @@ def library(name: str) -> Any:
         with without_a_log(_BITSANDBYTES):
             return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != name:  # it is here, and something that it needs is not
+        if error.name != name:  # the library is installed, but something that it needs is not
             raise
         raise TraceError(
             f"LoRA and 4-bit layers need {name}, which is not installed; run: pip install 'sacplan[lora]'"

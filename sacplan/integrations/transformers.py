@@ -7,8 +7,8 @@
     trainer.train()
 
 The callback applies the plan when the model is prepared for training (mixed precision, DDP, ``torch.compile``,
-``fully_shard``), and removes it at the end. ``sacplan.apply(model, plan)`` before ``Trainer(...)`` works too; then
-nobody checks the first steps.
+``fully_shard``), and removes it at the end. ``sacplan.apply(model, plan)`` before ``Trainer(...)`` works too, but
+then nothing checks the first steps.
 
 Uses the Trainer's public methods, and for mixed precision the functions of Accelerate's ``prepare_model``. Tested with
 transformers 5.23 and accelerate 1.15.
@@ -59,9 +59,9 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
 
         trainer.add_callback(PlanCallback(plan))
 
-    It is applied last, to the model inside DDP, ``torch.compile`` and mixed precision, before anything is compiled. It
-    takes the place of checkpointing that the Trainer switches on (``gradient_checkpointing=True``, TRL's default),
-    unless the profile was recorded with that.
+    The plan is applied last, to the model inside DDP, ``torch.compile`` and mixed precision, before anything is
+    compiled. It takes the place of checkpointing that the Trainer switches on (``gradient_checkpointing=True``, TRL's
+    default), unless the profile was recorded with checkpointing.
 
     Args:
         plan: made for this trainer's model, such as from :func:`profile_trainer`; or several, as ``sacplan.apply``
@@ -88,7 +88,7 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
         """Apply the plan."""
         assert model is not None
         self._take_off()  # a run that raised has left the plan on
-        decisions = tuple(decision for one in self.plans for decision in one.decisions)
+        decisions = tuple(decision for plan in self.plans for decision in plan.decisions)
         why = why_uncompiled(decisions) if args.torch_compile else ""
         if why:
             raise PlanError(f"the Trainer compiles its model (torch_compile=True). {why}")
@@ -99,8 +99,8 @@ class PlanCallback(PlannedTraining, transformers.TrainerCallback):
             stops = (getattr(model, f"{name}_disable", None) for name in names)
             next(filter(None, stops))()
         check_model(model)
-        for one in self.plans:
-            _check_sharded(model, one)
+        for plan in self.plans:
+            _check_sharded(model, plan)
         # ``model`` is the one inside of the wrappers: the Trainer's ``CallbackHandler`` passes
         # ``trainer.model``.
         self._put_on(model)
@@ -143,7 +143,7 @@ def profile_trainer(
 
     The arguments are those of ``sacplan.profile``; see :func:`step_arguments` for what is recorded.
     """
-    # As ``Trainer`` tells Accelerate, which compiles the model when it is prepared; else as the model is compiled.
+    # What ``Trainer`` has Accelerate compile with. None: as the model is compiled already, if it is.
     backend, mode = trainer.args.torch_compile_backend or "inductor", trainer.args.torch_compile_mode
     compiled = {"backend": backend, "mode": mode} if trainer.args.torch_compile else None
     return profile(**step_arguments(trainer), device=device, runtime=runtime, trace=trace, compile=compiled)
@@ -207,7 +207,7 @@ def _sharded(trainer: transformers.Trainer) -> torch.nn.Module:
     """Return the model on the meta device, sharded by Accelerate as ``Accelerator.prepare`` does it.
 
     Raises:
-        TraceError: the older FSDP1, or one that checkpoints by itself.
+        TraceError: the trainer uses the older FSDP1, or an FSDP that checkpoints by itself.
     """
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
@@ -234,22 +234,22 @@ def _sharded(trainer: transformers.Trainer) -> torch.nn.Module:
     plugin.cpu_ram_efficient_loading = False  # there are no weights to load
     accelerator.state.fsdp_plugin = plugin
     model: Any = trainer.model
-    there = {id(p): torch.nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+    on_meta = {id(p): torch.nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Accelerate says again what it says in training
-        sharded: torch.nn.Module = fsdp2_prepare_model(accelerator, copy.deepcopy(model, there))
+        warnings.simplefilter("ignore")  # Accelerate repeats what it warns of in training
+        sharded: torch.nn.Module = fsdp2_prepare_model(accelerator, copy.deepcopy(model, on_meta))
     return sharded
 
 
 def _stepping(optimizer: Any, model: torch.nn.Module, sharded: torch.nn.Module) -> Any:
-    """Return an optimizer over the same parameters of the sharded model, as Accelerate hands them over."""
+    """Return the optimizer over the parameters of the same names of the sharded model, as Accelerate does."""
     names = {id(p): name for name, p in model.named_parameters()}
     parts = dict(sharded.named_parameters())
-    found = copy.copy(optimizer)
-    found.param_groups = [
+    stepping = copy.copy(optimizer)
+    stepping.param_groups = [
         group | {"params": [parts[names[id(p)]] for p in group["params"]]} for group in optimizer.param_groups
     ]
-    return found
+    return stepping
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +261,8 @@ class _TrainerLoss:
 
     def __call__(self, model: Any, batch: Any) -> torch.Tensor:
         trainer = _without_metrics(self.trainer)
-        # The model to record is a copy on fake tensors. ``compute_loss`` reads these attributes besides its
-        # argument.
+        # The model to record is a copy on fake tensors. ``compute_loss`` reads these attributes as well
+        # as its argument.
         trainer.model = trainer.model_wrapped = model
         micro_batches, items = batch["micro_batches"], batch["num_items_in_batch"]
         trainer.current_gradient_accumulation_steps = len(micro_batches)
@@ -270,7 +270,7 @@ class _TrainerLoss:
         model.train()
         with _prepared(trainer, model, self.is_sharded):
             if self.is_sharded and len(micro_batches) > 1:
-                # As ``Accelerator.no_sync`` does. The earlier ones find and leave the same gradients.
+                # As ``Accelerator.no_sync`` does. One is enough: still earlier ones find and leave the same gradients.
                 model.set_requires_gradient_sync(False)
                 self._loss(trainer, model, micro_batches[-2], items).backward()
                 model.set_requires_gradient_sync(True)
@@ -316,7 +316,7 @@ def _prepared(trainer: transformers.Trainer, model: torch.nn.Module, is_sharded:
     """
     accelerator = trainer.accelerator
     attributes, name, forward = model.__dict__, "forward", model.forward
-    # A plan lies over it, as in training, where the callback applies it to the prepared model.
+    # Under the stand-ins of a plan, as in training, where the callback applies the plan to the prepared model.
     while isinstance(stand_in := attributes.get(name), StandIn):
         attributes, name, forward = vars(stand_in), "replaced", stand_in.original
     own = {key: value for key, value in attributes.items() if key == name}
@@ -331,8 +331,8 @@ def _prepared(trainer: transformers.Trainer, model: torch.nn.Module, is_sharded:
         noise = _neftune.activate_neftune(model, trainer.neftune_noise_alpha, accelerator)
     try:
         yield
-    # In reverse order. Without a forward of the instance's own, the class's is found again.
     finally:
+        # In reverse order. Without a forward of the instance's own, the class's is found again.
         if noise is not None:
             _neftune.deactivate_neftune(model, noise, accelerator)
         if mixed:
@@ -354,7 +354,7 @@ def _largest_step(trainer: transformers.Trainer) -> tuple[tuple[Any, ...], Any]:
         finally:
             if hasattr(iterator, "close"):
                 iterator.close()
-            if hasattr(loader, "end"):  # otherwise Accelerate would go on to treat it as the active loader
+            if hasattr(loader, "end"):  # else Accelerate would still take it for the active loader
                 loader.end()
             trainer.accelerator._dataloaders[:] = known
     if not samples:
@@ -366,8 +366,8 @@ def _largest_step(trainer: transformers.Trainer) -> tuple[tuple[Any, ...], Any]:
 
 
 def _largest_batches(loader: Any, count: int) -> Any:
-    """Return an iterator over so many batches of a trainer: of the largest, or of the first where they are one-shot."""
-    # The samples of a stream cannot be looked at without using them up: its batches are watched in training.
+    """Return an iterator over the largest batch, ``count`` times, or over all batches of a stream."""
+    # A stream is not searched for its largest batch, which would use it up: its batches are watched in training.
     if not is_loader(loader) or isinstance(loader.dataset, IterableDataset):
         return iter(loader)
     make = LongestBatch(loader)
@@ -391,7 +391,7 @@ def _check_plannable(trainer: transformers.Trainer) -> None:
     args = trainer.args
     check_model(trainer.model)
     is_of_trl = any(base.__module__.partition(".")[0] == "trl" for base in type(trainer).__mro__)
-    found = {
+    unsupported = {
         "nn.DataParallel over several GPUs": args.n_gpu > 1,
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "a reference model of TRL (precompute_ref_log_probs=True and LoRA do without)": (
@@ -399,11 +399,11 @@ def _check_plannable(trainer: transformers.Trainer) -> None:
             and not getattr(args, "precompute_ref_log_probs", False)
         ),
         "activation_offloading": getattr(args, "activation_offloading", False),  # of TRL
-        # With these, TRL's head calls the forward of the original model, not that of a copy.
+        # With these, TRL's head calls the forward of the original model, not that of the copy that is recorded.
         "label_smoothing_factor or compute_loss_func with TRL (both are deprecated there)": is_of_trl
         and (args.label_smoothing_factor > 0 or trainer.compute_loss_func is not None),
     }
-    for what, is_used in found.items():
+    for what, is_used in unsupported.items():
         if is_used:
             raise TraceError(
                 f"this trainer uses {what}, which profile_trainer does not support. Describe the step of one "

@@ -41,7 +41,7 @@ _THIN = 1 / 400  # share of the highest peak below which an area is under a pixe
 _LETTER = 0.62  # approximate width of a letter, in font sizes
 _FONT = 8.5
 _MARKS = ("x", "^", "s", "v", "D", "P", "*", "<", ">")  # of policies
-_HANDLE = 7  # width, in letters, of the line or mark beside a name in a legend
+_HANDLE = 7  # width, in letters, of the line or mark next to a name in a legend
 _ABOVE = 10.0  # points from a peak up to its name, since the line of a budget may touch the peak
 
 
@@ -101,7 +101,7 @@ def draw_memory(
             axis.set_title(f"{panel.title}: {panel.end_ms:.1f} ms")
             _stack(axis, panel, unit_bytes, highest * _THIN, x_ms / BUCKETS if sampled else None)
             if panel.budget_bytes is not None:
-                # Named in the legend only: beside the line, the name would cover the areas.
+                # Named in the legend only: next to the line, the name would cover the areas.
                 axis.axhline(
                     panel.budget_bytes / unit_bytes,
                     color=MARK,
@@ -164,8 +164,8 @@ def draw_frontier(profile: Profile, frame: pd.DataFrame, plan: Plan | None, size
                 zorder=3,
             )
         bound = bound.sort_index() / step_ms * 100
-        # The bound falls with the peak, so between two points that of the larger peak still holds. With chunks it does
-        # not hold at all: it is one for the slices of one plan.
+        # The bound falls with the peak, so between two points that of the larger peak still holds. With chunks
+        # it is not drawn, since it holds for the slices of one plan only.
         if not chunks:
             axis.plot(
                 bound.index,
@@ -220,9 +220,9 @@ def _unit(largest_bytes: int) -> tuple[str, int]:
 
 
 def _stack(axis: Axes, panel: Panel, unit_bytes: int, least_bytes: float, bucket_ms: float | None) -> None:
-    """Draw areas with vertical steps: a value holds from the start of its op to its end. Thin ones get no label.
+    """Draw areas with vertical steps: a value holds from the start of its op to its end.
 
-    Each area goes down to zero. The kinds below it are drawn over it.
+    Each area goes down to zero. The kinds below it are drawn over it. Areas that are thin everywhere get no label.
     """
     rows = panel.timeline[[kind.name.lower() for kind in STACK]].to_numpy()
     edges = np.append(panel.timeline["start_ms"], panel.end_ms)

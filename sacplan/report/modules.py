@@ -54,12 +54,12 @@ class RowGroup:
 
 def grouped(rows: Iterable[ModuleRow]) -> list[RowGroup]:
     """Group rows that look the same, in the order of their first members."""
-    found: dict[tuple[object, ...], list[ModuleRow]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[ModuleRow]] = defaultdict(list)
     for row in rows:
         n_bytes = (row.kept_bytes, row.discarded_bytes)
         times = (round(row.recompute_ms, 6), round(row.forward_ms, 6))
-        found[pattern_of(row.module), n_bytes, times, row.why].append(row)
-    return [RowGroup(one_name([r.module for r in same]), len(same), same[0]) for same in found.values()]
+        groups[pattern_of(row.module), n_bytes, times, row.why].append(row)
+    return [RowGroup(one_name([r.module for r in same]), len(same), same[0]) for same in groups.values()]
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ def module_rows(profile: Profile, plan: Plan | None = None) -> list[ModuleRow]:
     """Return what each module keeps and discards, in the order of execution."""
     with_plan = planned(profile, plan)
     chunks = () if plan is None else plan.chunks
-    # With the chunks, but without recomputation. What is compiled with a plan is another program with the plan in it.
+    # With the chunks, but without recomputation. A step that is compiled exists only with the whole plan.
     program = with_plan if profile.runs_compiled else profile.with_plan(chunks)
     by_module = _by_module(program, with_plan)
     written = {s: op.name for op in program.ops if op.phase != Phase.OPTIMIZER for s in op.mutates}
@@ -122,7 +122,7 @@ def _by_module(with_chunks: Program, with_plan: Program) -> dict[str, _Own]:
             own_of(i).in_slices = True
     for i in with_plan.footprint.again:
         own_of(i).recompute_ms += with_chunks.ops[i].time_ms
-    # Packed without the plan: autograd asks for it. Packed with it: the plan holds it.
+    # A storage that is packed without the plan is one that autograd asks for; with the plan, one that the plan holds.
     asked, held = (
         {p.handle_storages[arg] for code, arg in p.events if code == Event.PACK}
         for p in (with_chunks, with_plan)
@@ -148,7 +148,7 @@ def _why(program: Program, own: _Own, written: Mapping[int, str]) -> str:
         return "discarded"
     if own.kept:
         return _why_kept(program, own.kept, written)
-    # Its own tensors are not asked for, but recipes of others may go through it.
+    # Autograd asks for none of the module's tensors, but recipes of other modules may go through it.
     return "runs again for other modules" if own.recompute_ms else NOTHING
 
 
@@ -163,7 +163,7 @@ def _why_kept(program: Program, kept: Sequence[int], written: Mapping[int, str])
     fixed = program.liveness.outlives_forward
     if any(program.ops[program.writer[s]].recomputable and s not in fixed for s in kept):
         return "kept"
-    # Of the largest one alone: a cell has room for one reason.
+    # The reason is that of the largest storage alone: a cell has room for one.
     largest = max(kept, key=lambda s: (program.storage_bytes[s], -s))
     op = program.ops[program.writer[largest]]
     if largest in written:

@@ -77,15 +77,15 @@ def report_html(profile: Profile, plan: Plan | None = None, frontier: pd.DataFra
 
 
 def _made_with(plan: Plan | None) -> str:
-    """Return the date and the versions: a plan says what it was made with, a page without one what is here."""
+    """Return versions and date: those that the plan was made with, or without a plan those of the page."""
     if plan is not None:
-        made = plan.provenance
-        return f"sacplan {made.sacplan}, torch {made.torch}, {made.date:%Y-%m-%d}"
+        provenance = plan.provenance
+        return f"sacplan {provenance.sacplan}, torch {provenance.torch}, {provenance.date:%Y-%m-%d}"
     return f"sacplan {sacplan.__version__}, torch {torch.__version__}, {datetime.now(timezone.utc):%Y-%m-%d}"
 
 
 def _chunks(profile: Profile, plan: Plan) -> dict[str, Any] | None:
-    """Return what a plan runs in slices, or why the loss cannot. None for a plan that may not use chunks."""
+    """Return what a plan runs in slices, or why the loss cannot run so. None for a plan without the technique."""
     if "chunk" not in plan.provenance.techniques:
         return None
     trains = profile.mode == "train"
@@ -99,8 +99,8 @@ def _chunks(profile: Profile, plan: Plan) -> dict[str, Any] | None:
 
 def _made(group: AliveGroup) -> str:
     """Return the op that made a group, and the kind of the group."""
-    made = "" if group.op in group.kind else f"{group.op}{' again' if group.recomputed else ''}, "
-    return made + group.kind
+    maker = "" if group.op in group.kind else f"{group.op}{' again' if group.recomputed else ''}, "
+    return maker + group.kind
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def _moments(profile: Profile, panel: Panel, x_max: float) -> dict[str, Any]:
     for row in timeline.itertuples():
         module, again = row.module or profile.fingerprint.model_class, ", again" * row.recomputed
         said = f"{row.phase}: {short_op(row.op)} of {module}{again}"
-        # Texts repeat from bucket to bucket, so the page has each once, and their numbers.
+        # Texts repeat from bucket to bucket, so the page has each text once, and ``runs`` the number of each bucket's.
         runs.append(texts.setdefault(said, len(texts)))
     mib = timeline[kinds].to_numpy() / MIB
     return {

@@ -51,8 +51,8 @@ def panels_of(profile: Profile, *plans: Plan) -> list[Panel]:
     Raises:
         PlanMismatch: a plan was made from another profile.
     """
-    first = plans[0].budget_bytes if plans else None
-    panels = [Panel("Without a plan", profile.program, first)]
+    budget_bytes = plans[0].budget_bytes if plans else None
+    panels = [Panel("Without a plan", profile.program, budget_bytes)]
     for plan in plans:
         program = planned(profile, plan)
         names = " + ".join(technique.name for technique, _ in by_technique(plan.decisions))
@@ -71,5 +71,5 @@ def buckets_of(panel: Panel, width_ms: float) -> Sequence[int]:
     n = max(1, int(np.ceil(panel.end_ms / width_ms - 1e-9)))
     # The op that runs when a bucket begins has started before it, hence - 1.
     starts = np.searchsorted(panel.timeline["start_ms"], np.arange(n) * width_ms) - 1
-    first = [*np.maximum(starts, 0).tolist(), len(live) - 1]
-    return [a + int(live[a : b + 1].argmax()) for a, b in itertools.pairwise(first)]
+    first_rows = [*np.maximum(starts, 0).tolist(), len(live) - 1]
+    return [a + int(live[a : b + 1].argmax()) for a, b in itertools.pairwise(first_rows)]

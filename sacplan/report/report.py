@@ -128,7 +128,7 @@ class Report:
             PlanMismatch: A plan was made from another profile.
             PlanError: ``columns`` is less than 1; matplotlib is not installed.
         """
-        plans = [plan for plan in (self.plan, *(opened(one, Plan) for one in others)) if plan is not None]
+        plans = [plan for plan in (self.plan, *(opened(other, Plan) for other in others)) if plan is not None]
         panels = panels_of(self.profile, *plans)
         if columns is not None and columns < 1:
             raise PlanError(f"columns is {columns!r}; give 1 or more, or None for all panels side by side.")
