@@ -33,7 +33,7 @@ _VERTICES, _FEWEST = 24, 4  # of a region's hull: at most, and still where there
 _EFFORT = 6000  # ops of all options of one kind of region; only the hull and points near it may exceed this
 _COLUMNS = 1500  # options of all regions together, about, beyond the hull
 _BETWEEN = 8  # options between two vertices of a region's hull, at most
-_DISTINCT = 6000  # ops of one region of each kind, summed over the kinds; above this, regions have fewer options
+_DISTINCT = 6000  # ops of one region of each kind, summed over kinds; above this, regions have fewer options
 
 
 @dataclass(eq=False)
