@@ -114,8 +114,8 @@ class InputWatch:
         self._key = str(next(_applied))
         self._compiled = "" if plan.fingerprint.setup.compiled else compiled_otherwise(plan)
         self._trains = plan.provenance.mode == "train"
-        # Gradients are no news if the planned step had them (it accumulated, or ran a backward pass before a call of
-        # the model). Nor are they told of for a plan that does not train, or does not say what its calls were.
+        # Nothing to warn of: a plan that does not train; a planned step that had gradients (it accumulates, or ran a
+        # backward pass before a call of the model); or a plan without its calls.
         self._is_told = not self._trains or any(call.with_gradients for call in calls) or not calls
 
     @property

@@ -69,8 +69,7 @@ class Milp:
     def solve(self, problem: Problem) -> Solution | None:
         """Return the cheapest options that keep all limits.
 
-        None: there are none, or none were found. Status "unknown": the limit of work ended the search before it had
-        options, or a proof that there are none.
+        None: there are none, or none were found. Status "unknown": the limit of work came before either was known.
         """
         search = Refinement(self, problem)
         found = search.cheapest()
@@ -371,7 +370,7 @@ class _Encoding:
             self.program.row([(over, -1.0), *zip(columns, uses, strict=True)], upper=room)
 
     def _rows(self) -> None:
-        """Require that in each row, the options free at least what the first options together are over the limit."""
+        """Require that options free, in each row, what the first options together are over its limit."""
         problem = self._problem
         scales = problem.scales / _SCALE
         # Uses are whole numbers, so half a one less asks for the same.

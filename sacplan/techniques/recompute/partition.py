@@ -180,8 +180,8 @@ def partition(program: Program, pins: Pins) -> tuple[list[OpGroup], frozenset[st
             members = tuple(group for group in members if owned.isdisjoint(group))
             rest.append(OpGroup(fqn, members, once, "" if once else None))
         elif once or not tree.called_once_around(fqn):
-            # No unit can be around several neighbours if each is called several times, or if only the loss function
-            # calls them in turn: such modules are not joined.
+            # Not joined, since no unit can be around several of them: modules that are called several times, and
+            # those that only the loss function calls in turn.
             alone = not once or (fqn in tree.roots and len(tree.roots) > 1)
             whole.append(OpGroup(fqn, members, once, None if alone else fqn.rpartition(".")[0]))
         else:  # a shared layer: each of its calls is a part

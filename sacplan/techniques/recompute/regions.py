@@ -4,12 +4,11 @@
     regions[3].ops(regions[3].options[-1])  # the ops that run again if the region discards all that it can
 
 A *region* is a part of the forward pass (``partition.py``) with options. An option is a set of the region's ops that
-run again, an exact point of the region's closure problem (``closure.py``). So options decide tensor by tensor, and
-regions that are alike may take different ones.
+run again, an exact point of the region's closure problem (``closure.py``). So options decide tensor by tensor.
 
 Neighbouring regions can be joined into one. The options of a joined region may also discard what passes from one
-neighbour to the next (a residual stream) and run everything again from the beginning of the first: that is how a step
-gets down to its smallest peak.
+neighbour to the next (a residual stream) and run all of them again from the beginning: that is how a step gets down to
+its smallest peak.
 
 Regions that repeat give the same problem, which is solved once.
 """
@@ -68,7 +67,7 @@ class Regions:
         self._saving_scopes: dict[int, set[int]] = defaultdict(set)
         for storage, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
             self._saving_scopes[storage].add(scope)
-        # A group with one of these ops must not be discarded, whatever part it is in.
+        # No group with one of these ops may be discarded.
         self._kept = self.pins.kept_ops | self._across_widest_units()
         self._parts, self._split = partition(program, self.pins)
 
@@ -187,7 +186,7 @@ class Regions:
         if not part.once:
             # The unit is the part's own module, for all its calls.
             return pins.may_be_a_unit(program, part.unit)
-        # A part with ``once`` says what one call does, and a unit does the same in each: so it may have only one.
+        # A part with ``once`` is of one call, and a unit does the same in all of its calls: so it must have only one.
         widest_units = {pins.widest_unit(program.ops[i].scope) for i in group}
         return len(widest_units) == 1 and all(
             len(program.calls[program.scopes[r].fqn]) == 1 for r in widest_units
@@ -211,7 +210,7 @@ class Regions:
         elsewhere = {s for s in touched if not inside.issuperset(self._savers[s])}
         problem, place = closure_problem(program, part.members, self.costs, may_go, saved, elsewhere)
         early = problem.free.union(place[s] for s in saved & self.early)
-        # Nothing to choose where all that is saved is early: without ``late``, the layer is of the kind of others.
+        # If all that is saved is early, nothing can be chosen, and the kind is that of a part without early storages.
         differs = early != problem.free and not problem.saved <= early
         return problem, replace(problem, free=early) if differs else None
 
@@ -284,7 +283,7 @@ class _Effort:
     def of(n_regions: int, distinct: Sequence[closure.ClosureProblem]) -> _Effort:
         """Return the effort for ``n_regions`` regions with these distinct problems.
 
-        The time goes with the ops of all options together. They stay within a multiple of the ops of the regions.
+        The time goes with the ops of all options together, which stay within a multiple of the ops of the regions.
         """
         n_ops = sum(len(problem.ops) for problem in distinct)
         share = math.sqrt(min(1.0, _DISTINCT / max(1, n_ops)))
@@ -304,7 +303,7 @@ def _options(
     points = list(closure.tradeoff(problem, effort.vertices, effort.between))
     if late is not None:
         found = closure.tradeoff(late, effort.vertices, effort.between)
-        # Early storages are free while the sets are chosen, but not when they are priced.
+        # Early storages are free while sets are chosen, but not when the sets are priced.
         points += [closure.evaluate(problem, point.discarded) for point in found]
     distinct = tuple({point.discarded: point for point in points}.values())
     # Each option costs time in proportion to the ops of the problem, so large problems get fewer.

@@ -1,8 +1,8 @@
 """Stand-ins for a module's forward, on the module and on deep copies of it.
 
 ``copy.deepcopy`` and ``pickle`` copy a stand-in with its module. A shallow copy takes over the module's ``__dict__``,
-and would run on the original's weights. So the module also gets two methods on the instance: ``copy.copy`` asks the
-one for the state, and gets it without the plan; ``DataParallel`` asks the second for a replica, and gets an error.
+and would run on the original's weights. So the module also gets two methods on the instance: one gives ``copy.copy``
+the state without the plan, the other refuses to make replicas for ``DataParallel``.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ def with_lent_number(args: Sequence[Any]) -> Sequence[Any]:
     dimensions, neither decides the type of the result.
     """
     tensor, number = args[0], args[1]
-    # Not for, in order: no number (``type``, since a bool is an int, too); a subclass, another device, or a type of
-    # result that the number could decide; modes below this one, which would see a tensor; a number too big for int64.
+    # Unchanged are, in order: no number (``type``, since a bool is an int, too); a subclass, another device, or a type
+    # of result that the number could decide; modes below, which would see a tensor; a number too big for int64.
     if (
         type(number) not in _TYPE_OF_NUMBER
         or type(tensor) not in _REAL
@@ -104,5 +104,5 @@ def checksum(t: torch.Tensor) -> tuple[int, ...] | None:
     # On a CPU the result lies in numpy's memory: PyTorch allocates nothing, at what may be the peak of the step.
     out = torch.from_numpy(np.empty((), np.uint64)) if t.is_cpu else None
     found = torch.hash_tensor(bits, out=out)
-    # Equal elements cancel out in the hash, so the first element is added to it.
+    # Equal elements cancel out in the hash, so the checksum has the first element, too.
     return int(found.view(torch.int64)), int(bits[(0,) * bits.ndim])

@@ -24,5 +24,5 @@ def note_write(storage: int) -> None:
 
 def last_write_to(storage: torch.UntypedStorage) -> int:
     """Return the number of the last write to a storage; 0 if there was none."""
-    # Asked very often, and most steps have no write in place: then no key is looked up.
+    # Asked very often, and most steps have no write in place: then no key is computed.
     return last_writes.get(storage_key(storage), 0) if last_writes else 0

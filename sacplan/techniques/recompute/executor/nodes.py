@@ -230,8 +230,8 @@ class RecipeNode:
     def compute(self) -> Sequence[torch.Tensor]:
         """Run the op on its arguments, whose slots have values, and return its outputs.
 
-        Nothing is stored or released, but for an op that writes in place: it takes its argument's value out of the slot
-        if nobody else needs that value.
+        Nothing is stored or released. The exception is an op that writes in place: it takes over its argument's value
+        if nobody else needs that.
 
         Raises:
             RecipeError: an argument is not what it was in the forward pass (its version, or the last write that a mode
@@ -345,10 +345,10 @@ def compute(wanted: Slot, view: View) -> torch.Tensor:
     """Return a view of a slot's value, after running the nodes that it needs. Only inside an ``OutsideForward``.
 
     The nodes run in a depth-first post-order of the graph of pending nodes, so each runs once and after its arguments.
-    Nodes that will run again pass their values on (``_passing``), which are dropped when their last reader has run.
+    Values of nodes that will run again are passed on (``_passing``), and dropped when the last reader has run.
     """
     order = _needed(wanted.node)
-    # A node runs in the gradient mode of the forward pass. Below autograd's dispatch keys, it is not recorded even so.
+    # A node runs in the forward pass's gradient mode. Below autograd's dispatch keys, it is not recorded even so.
     with torch._C._AutoDispatchBelowADInplaceOrView():
         passing = _passing(order, wanted)
         order.reverse()
@@ -388,7 +388,7 @@ def _needed(node: RecipeNode) -> list[RecipeNode]:
     stack = [(node, False)]
     while stack:
         current, ready = stack.pop()
-        # Settled, so that its values are there; or reached by another way before.
+        # Settled, so its values are there; or reached before, by another way.
         if not current.outputs or current in order:
             continue
         if not ready:

@@ -162,8 +162,8 @@ class UnitRecorder(Watching):
         super().__exit__(exc_type, exc_value, traceback)
         if exc_type is None:
             self._learn()
-        # Also after an error: hooks left behind would pack what the rest of the program saves. If code in the unit has
-        # left other hooks on top, popping would remove those instead of ours.
+        # Also after an error: hooks left behind would pack what the rest of the program saves. Other hooks on top,
+        # which code in the unit has left, are not ours to remove.
         top = current_saved_tensors_hooks()
         if top is not None and top[0] == self._pack:
             _pop_hooks()
@@ -263,7 +263,7 @@ class UnitRecorder(Watching):
     # --- leaving a schedule, and learning one ---
 
     def _is_another(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an op, though of the same name, is another than that at which an earlier call began to differ."""
+        """Whether an op is not the one at which an earlier call began to differ, though both have the same name."""
         known = None if self._schedule is None else self._schedule.known[self._at]
         return known is not None and known[1] != description_of(func_facts(func).name or "", args, kwargs)
 
@@ -325,8 +325,8 @@ class UnitRecorder(Watching):
         try:
             if slot is not None:
                 return Wrapped(handle, wrapping_of(t), base_without_history(t, local))
-            # Hooks around the unit get a kept tensor as they would without ours. If there are none, ``Kept``
-            # carries the version, which autograd does not check while hooks are on.
+            # Hooks around the unit get a kept tensor as they would without ours. Without them, ``Kept`` has the
+            # version, which autograd does not check while hooks are on.
             if self._hooks_around is not None:
                 pack_hook, unpack_hook = self._hooks_around
                 return PassedOn(pack_hook(t), unpack_hook)

@@ -196,6 +196,6 @@ def _generator_is_ambiguous(traits: OpTraits, inputs: Sequence[torch.Tensor]) ->
 def _returns_an_input(traits: OpTraits, taken: Sequence[_OnStorage], made: Sequence[_OnStorage]) -> bool:
     """Whether an op returned memory of an input, as ``_unsafe_view`` does, though its schema declares no alias.
 
-    The node would hold as an argument what it is meant to free. Ops that write in place are meant to do this.
+    The node would hold as an argument what it is meant to free. Ops that write in place are meant to return theirs.
     """
     return not traits.in_place and any(key == other for _, _, key in made for _, _, other in taken)
