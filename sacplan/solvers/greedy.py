@@ -41,7 +41,7 @@ class Greedy:
         return None
 
     def smallest(self, problem: Problem) -> Solution:
-        """Return the options with the lowest peak that a descent reaches, or cheaper ones with the same peak."""
+        """Return the options with the lowest peak that a descent reaches, or cheaper ones with no higher peak."""
         start, lowest = starts(problem), problem.with_limit(DEVICE_MEMORY, 0)
         descents = [descend(lowest, start, once=once, beyond=True) for once in _with_and_without(problem)]
         picks = min(descents, key=problem.peak)

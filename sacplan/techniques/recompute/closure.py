@@ -229,7 +229,7 @@ class Hull:
         self.last = self._solve(frozenset(), everything, 1, sum(self._costs) + 1)
 
     def between(self, left: Vertex, right: Vertex) -> tuple[Fraction, Vertex] | None:
-        """Return (distance in cost, vertex) of the vertex furthest below the line through two others; None if none is."""
+        """Return (distance in cost, vertex) of the vertex furthest below the line through both; None if none is."""
         if len(right.ops) - len(left.ops) < 2:  # the sets are nested: nothing fits between
             return None
         # Weighing cost and bytes by the chord makes both ends equally good, so anything better lies below it.

@@ -41,7 +41,7 @@ class Draw:
         self._after = _digest(self._generator.get_state())
 
     def again(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
-        """Run the op again from the state before it. Return whether it led to the same state as at first, and its output.
+        """Run the op again from the state before it. Return whether it led to the same state again, and its output.
 
         The generator is left in the state in which it was found.
         """
