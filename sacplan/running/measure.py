@@ -211,5 +211,5 @@ def _alive(
     kind = device_of(step.model).type
     # A subclass has no storage of its own worth counting; its strided inner tensors do. Keys make shared
     # storages count once.
-    found = [part.untyped_storage() for t in tensors for part in strided_parts(t)]
-    return {storage_key(s): s for s in (*found, *read) if s.device.type == kind}
+    own = [part.untyped_storage() for t in tensors for part in strided_parts(t)]
+    return {storage_key(s): s for s in (*own, *read) if s.device.type == kind}

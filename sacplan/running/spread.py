@@ -68,10 +68,10 @@ def _agree(model: torch.nn.Module, plan: Plan) -> None:
 
 
 def _digest(parts: Any) -> str:
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for part in parts:
-        found.update(part)
-    return found.hexdigest()
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _sampled(model: torch.nn.Module) -> Iterator[bytes]:

@@ -35,9 +35,9 @@ class Greedy:
         # If the cheap path gets stuck, the path to the smallest peak is tried, whose moves may free more than needed.
         for beyond in (False, True):
             descents = [descend(problem, once=once, beyond=beyond) for once in ways]
-            found = [give_back(without_once, picks) for picks in descents if problem.fits(picks)]
-            if found:
-                return Solution(min(found, key=problem.cost), "feasible")
+            candidates = [give_back(without_once, picks) for picks in descents if problem.fits(picks)]
+            if candidates:
+                return Solution(min(candidates, key=problem.cost), "feasible")
         return None
 
     def smallest(self, problem: Problem) -> Solution:

@@ -252,7 +252,7 @@ class Refinement:
 
     def _lay_out(self, counts: list[list[int]], problem: Problem) -> dict[int, int]:
         """Return picks with these counts in each block; options that keep least are first or last: what fits better."""
-        found = []
+        layouts = []
         for first in (1, -1):
             picks: dict[int, int] = {}
             for block, own in zip(self._blocks, counts, strict=True):
@@ -260,8 +260,8 @@ class Refinement:
                 taken = [option for option, count in enumerate(own) for _ in range(count)]
                 taken.sort(key=lambda option: first * kept[option])
                 picks.update((choice, option) for choice, option in zip(block, taken, strict=True) if option)
-            found.append(picks)
-        return min(found, key=lambda picks: float((problem.excess(picks) / problem.scales).max()))
+            layouts.append(picks)
+        return min(layouts, key=lambda picks: float((problem.excess(picks) / problem.scales).max()))
 
     def _split(self, row: int) -> bool:
         """Split the blocks whose choices differ in a row; return whether any did."""

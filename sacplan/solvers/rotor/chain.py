@@ -123,7 +123,7 @@ def _numbers(field: str, values: Sequence[float]) -> tuple[float, ...]:
     """Return times as floats, and sizes as integers."""
     is_time = field.endswith("_ms")
     try:
-        found = [int(v) if isinstance(v, numbers.Integral) else float(v) for v in values]
+        converted = [int(v) if isinstance(v, numbers.Integral) else float(v) for v in values]
     except (TypeError, ValueError, OverflowError) as error:
         raise PlanError(f"Chain: {field} must be a sequence of numbers, got {values!r} ({error})") from error
     needed = (
@@ -131,7 +131,7 @@ def _numbers(field: str, values: Sequence[float]) -> tuple[float, ...]:
         if is_time
         else "a size is a whole number, 0 or more"
     )
-    for i, value in enumerate(found):
+    for i, value in enumerate(converted):
         if not (math.isfinite(value) and value >= 0 and (is_time or value == int(value))):
             raise PlanError(f"Chain: {field}[{i}] is {value}; {needed}")
-    return tuple(float(value) if is_time else int(value) for value in found)
+    return tuple(float(value) if is_time else int(value) for value in converted)

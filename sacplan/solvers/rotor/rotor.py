@@ -247,30 +247,30 @@ def _operations(
 ) -> tuple[Operation, ...]:
     """Read the sequence off the choices. The table at the entry is finite."""
     kinds = OperationKind
-    found: list[Operation] = []
+    operations: list[Operation] = []
     todo: list[Operation | tuple[int, int, int]] = [(slots - sizes.x[0], 0, stages)]  # the last comes first
     while todo:
         item = todo.pop()
         if isinstance(item, Operation):
-            found.append(item)
+            operations.append(item)
             continue
         m, i, last = item
         if i == stages:
-            found.append(Operation(kinds.LOSS, i))
+            operations.append(Operation(kinds.LOSS, i))
         elif choices[m, i, last] == KEEP_ALL:
-            found.append(Operation(kinds.FORWARD_KEEP_ALL, i))
+            operations.append(Operation(kinds.FORWARD_KEEP_ALL, i))
             # Pushed first, so that it comes after all that lies between forward and backward of the stage.
             todo.append(Operation(kinds.BACKWARD, i))
             if i < last:
                 todo.append((m - sizes.xbar[i + 1], i + 1, last))
         else:
             j = int(choices[m, i, last])
-            found.append(Operation(kinds.FORWARD_KEEP_INPUT, i))
-            found.extend(Operation(kinds.FORWARD_KEEP_NOTHING, k) for k in range(i + 1, j))
+            operations.append(Operation(kinds.FORWARD_KEEP_INPUT, i))
+            operations.extend(Operation(kinds.FORWARD_KEEP_NOTHING, k) for k in range(i + 1, j))
             todo.append((m, i, j - 1))
             # A stack: stages j to the last run first, then stages i to j - 1 again from ``x_i``.
             todo.append((m - sizes.x[j], j, last))
-    return tuple(found)
+    return tuple(operations)
 
 
 def peak(sizes: ChainSizes, operations: Sequence[Operation]) -> tuple[int, int]:
@@ -353,12 +353,12 @@ def _infeasible(chain: Chain, budget_bytes: int, slots: int) -> InfeasibleBudget
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if _fits(chain, middle, slots) else (middle, high)
-    found = _solve(chain, high, slots)
-    binding = str(found.operations[peak(chain.in_slots(high, slots), found.operations)[1]])
+    solved = _solve(chain, high, slots)
+    binding = str(solved.operations[peak(chain.in_slots(high, slots), solved.operations)[1]])
     return InfeasibleBudget(
         f"rotor: no sequence runs this chain of {len(chain)} stages in {format_bytes(budget_bytes)} ({budget_bytes} "
         f"bytes). The smallest budget that works with {slots} slots is {format_bytes(high)} ({high} bytes; "
-        f"{found.total_ms:.6g} ms, {chain.step_ms:.6g} ms without recomputation), bound by: {binding}. Give at least "
+        f"{solved.total_ms:.6g} ms, {chain.step_ms:.6g} ms without recomputation), bound by: {binding}. Give at least "
         f"budget_bytes={high}, cut the largest stages in two, or make the batch smaller.",
         budget_bytes=budget_bytes,
         smallest_feasible_bytes=high,

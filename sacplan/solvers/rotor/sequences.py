@@ -126,16 +126,16 @@ def sequences(
         if asked <= low or (high is not None and asked >= high):
             break
         result = _result(stages, asked, solver)
-        found = _planned(program, stages, result, kept)
-        tried.append(found)
-        room = budget_bytes - found.footprint.peak_bytes
+        planned = _planned(program, stages, result, kept)
+        tried.append(planned)
+        room = budget_bytes - planned.footprint.peak_bytes
         if room >= 0:
             low = asked
         else:
             high = asked
         # The peak holds, and nothing runs again, or less than one slot is left: no larger budget gives a better
         # sequence.
-        if room >= 0 and (not found.footprint.recompute_ms or room < result.budget_bytes // solver.slots):
+        if room >= 0 and (not planned.footprint.recompute_ms or room < result.budget_bytes // solver.slots):
             break
         asked += room
         if high is not None and not low < asked < high:

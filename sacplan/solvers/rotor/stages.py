@@ -167,13 +167,13 @@ def drops_of(stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
             and before.kind not in (OperationKind.LOSS, OperationKind.BACKWARD)
         ):
             dropped[before.stage] += 1
-    found: dict[int, int] = {}
+    drops: dict[int, int] = {}
     for k in range(len(stages)):
-        found.update(dict.fromkeys(stages.makers[k], dropped[k]))
-        found.update(dict.fromkeys(stages.path[k], runs[k] - 1))
+        drops.update(dict.fromkeys(stages.makers[k], dropped[k]))
+        drops.update(dict.fromkeys(stages.path[k], runs[k] - 1))
         # At most once: the stage's backward asks for these ops, and no later run of its forward does.
-        found.update(dict.fromkeys(stages.side[k], int(runs[k] > 1)))
-    return {op: times for op, times in sorted(found.items()) if times > 0}
+        drops.update(dict.fromkeys(stages.side[k], int(runs[k] > 1)))
+    return {op: times for op, times in sorted(drops.items()) if times > 0}
 
 
 def _homes(
@@ -225,14 +225,14 @@ def _backward_of(program: Program, stage_of: Mapping[int, int]) -> dict[int, int
     """
     latest = _Latest(program, stage_of)
     now = loss = max(stage_of.values())
-    found: dict[int, int] = {}
+    backward_of: dict[int, int] = {}
     for code, arg in program.events:
         if code == Event.UNPACK:
             # A handle of no forward op counts as the loss's, so it does not lower the stage.
             now = min(now, stage_of.get(program.handle_ops[program.instance_handles[arg]], loss))
         elif code == Event.OP and arg not in stage_of and program.ops[arg].phase is not Phase.OPTIMIZER:
-            now = found[arg] = min(now, latest.stage(arg))
-    return found
+            now = backward_of[arg] = min(now, latest.stage(arg))
+    return backward_of
 
 
 def _extra_bytes(

@@ -119,12 +119,12 @@ def tradeoff(problem: ClosureProblem, max_points: int = 24, between: int = 0) ->
     vertices = _hull(problem, max_points)
     points = [_point(problem, vertex.ops) for vertex in vertices]
     if between:
-        found = [
+        inner = [
             point
             for left, right in itertools.pairwise(points)
             for point in _spread(_greedy(problem, left, right), left, right, between)
         ]
-        points = _merge(points, found)
+        points = _merge(points, inner)
     return tuple(points)
 
 

@@ -59,17 +59,17 @@ def reading_lost_versions(program: Program, unit: str, sites: Collection[CallSit
     Decisions that were not made by groups (Rotor's, a user's policy) may have such sites. Leaving a site out may make
     others invalid, but only later ones: makers come before their readers, so one pass suffices.
     """
-    found: dict[CallSite, bool] = {}
+    may_stay: dict[CallSite, bool] = {}
     # Calls are looked at one by one, but a site that fails in one call is left out in all: a decision names sites.
     for scope in program.calls.get(unit, ()) if program.overwritten else ():
-        made: set[int] = set()  # ops that run again; makers come before readers
+        runs_again: set[int] = set()  # complete for each op, since makers come before readers
         for op, site in program.sites(scope).items():
-            if site not in sites or site in found:
+            if site not in sites or site in may_stay:
                 continue
             makers = {s: program.overwritten.get(s) for s in program.ops[op].reads}
-            lost = [s for s, maker in makers.items() if maker is not None and maker not in made]
+            lost = [s for s, maker in makers.items() if maker is not None and maker not in runs_again]
             if lost:
-                found[site] = lost == [program.ops[op].replaces]
+                may_stay[site] = lost == [program.ops[op].replaces]
             else:
-                made.add(op)
-    return found
+                runs_again.add(op)
+    return may_stay

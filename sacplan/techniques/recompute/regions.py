@@ -157,13 +157,13 @@ class Regions:
         unit could record the op and also see the tensor being saved.
         """
         program, pins = self.program, self.pins
-        found: set[int] = set()
+        kept: set[int] = set()
         if pins.widest_units is not None:
             widest_unit: Callable[[int], object] = pins.widest_unit
         elif len(program.outermost_modules) > 1:  # the loss calls parts of the model, not the model
             widest_unit = program.outermost_module
         else:
-            return found  # nothing restricts how wide a unit may be
+            return kept  # nothing restricts how wide a unit may be
         for s, op in program.writer.items():
             if program.ops[op].phase != Phase.FORWARD or op in pins.kept_ops:
                 continue
@@ -172,8 +172,8 @@ class Regions:
             users.update(self._saving_scopes.get(s, ()))
             own = widest_unit(program.ops[op].scope)
             if any(widest_unit(scope) != own for scope in users):
-                found.add(op)
-        return found
+                kept.add(op)
+        return kept
 
     def _may_be_discarded(self, part: OpGroup, group: tuple[int, ...]) -> bool:
         """Whether the ops themselves and the pins allow a group of a part's ops to be discarded."""
@@ -302,9 +302,9 @@ def _options(
         return (Option(0.0, 0, (), "recompute"),)
     points = list(closure.tradeoff(problem, effort.vertices, effort.between))
     if late is not None:
-        found = closure.tradeoff(late, effort.vertices, effort.between)
+        late_points = closure.tradeoff(late, effort.vertices, effort.between)
         # Early storages are free while sets are chosen, but not when the sets are priced.
-        points += [closure.evaluate(problem, point.discarded) for point in found]
+        points += [closure.evaluate(problem, point.discarded) for point in late_points]
     distinct = tuple({point.discarded: point for point in points}.values())
     # Each option costs time in proportion to the ops of the problem, so large problems get fewer.
     most = len(distinct) + min(effort.more, max(0, _EFFORT // len(problem.ops) - len(distinct)))

@@ -266,7 +266,7 @@ class _RecomputeRewriter:
         for s in op.reads:
             slot = self.table.get(s)
             if slot is None:
-                handle = self.draft.new_handle(s, index)  # not code's own: others may offer to hold it
+                handle = self.draft.new_handle(s, index)  # with an op: it does not pass for code's own
                 self.out.append((_PACK, handle))
                 node.held.append(handle)
             else:

@@ -47,14 +47,14 @@ class Recomputation(Technique):
         gone = frozenset(op for region, option in taken for op in region.ops(option))
         # A unit inside a unit belongs to the outer one in the executor, so only the outermost are named.
         outer = set(outermost(program, units_of(taken) if units is None else units))
-        found: dict[str, dict[CallSite, int]] = defaultdict(dict)
+        discarded: dict[str, dict[CallSite, int]] = defaultdict(dict)
         for unit in program.calls:
             if unit in outer:
                 for scope in program.calls[unit]:
                     for op, site in program.sites(scope).items():
                         if op in gone:
-                            found[unit][site] = 1
-        return as_decisions(narrowed(program, found))
+                            discarded[unit][site] = 1
+        return as_decisions(narrowed(program, discarded))
 
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
         """Return the patch that drops the discarded storages and runs their ops again.

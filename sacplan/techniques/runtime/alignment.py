@@ -114,15 +114,15 @@ class RecordedUnit:
 
     def discarded_by_name(self) -> dict[tuple[str, int], int]:
         """Return how often ops are discarded, by name and occurrence in the whole call."""
-        found: dict[tuple[str, int], int] = {}
+        times: dict[tuple[str, int], int] = {}
         for call in self.calls:
             seen: dict[str, int] = {}
             for op in call:
                 occurrence = seen.get(op.site.op, 0)
                 seen[op.site.op] = occurrence + 1
                 if op.times:
-                    found[op.site.op, occurrence] = op.times
-        return found
+                    times[op.site.op, occurrence] = op.times
+        return times
 
     def not_recorded(self) -> set[CallSite]:
         """Return the call sites that the plan discards and that run in none of the recorded calls."""

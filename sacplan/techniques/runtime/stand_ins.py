@@ -65,9 +65,9 @@ class StandIn:
         if self.replaced is not None:
             return self.replaced
         # A function, or a static or class method, ... Bound by hand, since the instance's own ``forward`` is this.
-        found = inspect.getattr_static(type(self.module), "forward")
-        bind = getattr(type(found), "__get__", None)
-        forward: Callable[..., Any] = found if bind is None else bind(found, self.module, type(self.module))
+        raw = inspect.getattr_static(type(self.module), "forward")
+        bind = getattr(type(raw), "__get__", None)
+        forward: Callable[..., Any] = raw if bind is None else bind(raw, self.module, type(self.module))
         return forward
 
     def call_original(self, *args: Any, **kwargs: Any) -> Any:

@@ -403,14 +403,14 @@ def _needed(node: RecipeNode) -> list[RecipeNode]:
 
 def _passing(order: Sequence[RecipeNode], wanted: Slot) -> dict[Slot, int]:
     """Return the slots whose values this recomputation drops again, each with its number of reads until then."""
-    found: dict[Slot, int] = {}
+    n_reads: dict[Slot, int] = {}
     for node in order:
         for _, slot, _, _ in node.slot_args:
             if slot.value is None and slot.node.times > 1:
-                found[slot] = found.get(slot, 0) + 1
+                n_reads[slot] = n_reads.get(slot, 0) + 1
     if wanted.node.times > 1:
-        found[wanted] = found.get(wanted, 0) + 1
-    return found
+        n_reads[wanted] = n_reads.get(wanted, 0) + 1
+    return n_reads
 
 
 _lock = threading.RLock()  # autograd has a thread for each device, and recipes are shared

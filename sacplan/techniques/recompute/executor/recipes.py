@@ -172,8 +172,8 @@ class InstalledRecipes(InstalledStandIns):
 
 def _check_compiled(fqn: str, unit: torch.nn.Module) -> None:
     """Refuse a unit with a part that is compiled on its own: under a dispatch mode it would run uncompiled."""
-    own = hasattr(unit.__dict__.get("forward"), "_torchdynamo_orig_callable")
-    for name in ("",) if own else compiled_inside(unit)[:1]:
+    is_compiled = hasattr(unit.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    for name in ("",) if is_compiled else compiled_inside(unit)[:1]:
         path = ".".join(part for part in (fqn, name) if part)
         where = f"unit {fqn!r}" if fqn else "the model, which is one unit of the plan"
         raise PlanError(
