@@ -62,10 +62,10 @@ def measured_step(
     """Run a step and return what was measured: either its peak and wall time, or its FLOPs.
 
     FLOPs are counted under a dispatch mode, which takes memory of its own, so the peak is not measured at the same
-    time. With an optimizer, other steps run first, to create its state and to find its largest step. With accumulation,
-    a micro-step runs first, and the measured step adds to its gradients. The caller restores the model's state;
-    gradients are gone after the call. ``read`` are further storages that are alive, see ``Measured.read``. A step that
-    replaces tensors that are held elsewhere runs again, and the second run is measured.
+    time. With an optimizer, other steps run first, to create its state and find its largest step. With accumulation, a
+    micro-step runs first, to whose gradients the measured step adds. The caller restores the model's state; gradients
+    are gone after the call. ``read``: further storages that are alive, see ``Measured.read``. A step that replaces
+    tensors that are held elsewhere runs again, and the second run is measured.
     """
     batch_tensors, read = tuple(batch_tensors), tuple(read)
     _begin(step)

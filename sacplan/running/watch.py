@@ -114,8 +114,7 @@ class InputWatch:
         self._key = str(next(_applied))
         self._compiled = "" if plan.fingerprint.setup.compiled else compiled_otherwise(plan)
         self._trains = plan.provenance.mode == "train"
-        # Nothing to warn of: a plan that does not train; a planned step that had gradients (it accumulates, or ran a
-        # backward pass before a call of the model); or a plan without its calls.
+        # No warning if the plan does not train, has no calls, or has calls of the model with gradients already there.
         self._is_told = not self._trains or any(call.with_gradients for call in calls) or not calls
 
     @property

@@ -122,7 +122,7 @@ class TiedProblem:
         return all(len(run) == 1 for run in self.runs)
 
     def spread(self, picks: Picks) -> dict[int, int]:
-        """Return picks of the smaller problem as picks of the whole problem."""
+        """Return picks of the smaller problem as those of the whole problem."""
         return {choice: option for run, option in picks.items() for choice in self.runs[run]}
 
 

@@ -113,7 +113,7 @@ class LinearProgram:
                 self._problem.addConstraint(pulp.LpConstraint(expression.copy(), sense, rhs=bound))
 
     def solve(self, *, gap: float = 1e-4, work_limit: int = WORK_LIMIT, seed: int = 0) -> LinearSolution:
-        """Minimise the cost of the variables under the rows, and return the solver's answer.
+        """Minimise, and return the solver's answer.
 
         Args:
             gap: relative gap at which a solution counts as optimal.

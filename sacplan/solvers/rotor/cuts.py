@@ -237,7 +237,7 @@ def _no_cut(
     within = [p for p in range(1, len(forward)) if forward[p - 1] in inside and forward[p] in inside]
     positions = [p for p in within if crossing[p] > 0]
     if positions:
-        # The position that is nearest to being a cut, and of equal ones that nearest to the middle.
+        # The position nearest to being a cut; of equal ones, that nearest to the middle.
         p = min(positions, key=lambda p: (crossing[p] + blocked[p], abs(2 * p - len(forward))))
         message += f" The fewest cross before {program.ops[forward[p]].name} (op {forward[p]})."
     return message + " Plan with another solver, which needs no chain: sacplan.plan(profile, budget)."

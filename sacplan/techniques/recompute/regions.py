@@ -104,8 +104,7 @@ class Regions:
         One for each connected group of the option's ops: the smallest module, not a leaf, that runs the group and
         everything that saves its outputs. A recipe must be recorded and its handles packed within one call of the unit.
         """
-        # A module that was not split, or whose calls share their decisions, is the unit of all options that discard
-        # anything.
+        # A module that was not split, or whose calls share decisions, is the unit of all options that discard anything.
         if not part.once or (part.unit not in self._split and len(self.program.calls[part.unit]) == 1):
             return tuple((part.unit,) if option.members else () for option in options)
         ops = sorted(op for group in part.members for op in group)
@@ -294,16 +293,13 @@ class _Effort:
 def _options(
     problem: closure.ClosureProblem, late: closure.ClosureProblem | None, effort: _Effort
 ) -> tuple[Option, ...]:
-    """Return a region's options: the hull and points near it, and others that differ from these in one tensor.
-
-    ``late`` is the problem in which early storages cost nothing, if that differs from ``problem``.
-    """
+    """Return a region's options: the hull and points near it, and others that differ from these in one tensor."""
     if not problem.saved:
         return (Option(0.0, 0, (), "recompute"),)
     points = list(closure.tradeoff(problem, effort.vertices, effort.between))
     if late is not None:
         late_points = closure.tradeoff(late, effort.vertices, effort.between)
-        # Early storages are free while sets are chosen, but not when the sets are priced.
+        # In ``late``, early storages are free. The sets are chosen so, but priced as in ``problem``.
         points += [closure.evaluate(problem, point.discarded) for point in late_points]
     distinct = tuple({point.discarded: point for point in points}.values())
     # Each option costs time in proportion to the ops of the problem, so large problems get fewer.

@@ -36,8 +36,8 @@ class StandIn:
         fqn: its name in the model.
 
     Attributes:
-        replaced: the ``forward`` that was on the instance before, put there by somebody else or by another technique of
-            the same plan, since a module may run in slices and discard what they make; None if there was none.
+        replaced: the ``forward`` that was on the instance before: somebody else's, or that of another technique of the
+            same plan, since a module may run in slices and discard what they make; None if there was none.
         records: whether it notes what its module saves while the module runs.
     """
 
