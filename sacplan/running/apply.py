@@ -36,7 +36,7 @@ class Handle:
 
     def __init__(self, installed: Sequence[Installed]) -> None:
         self._installed = list(installed)
-        self._seen: tuple[StepDifference, ...] = ()  # by what is removed: the handle lets go of the model
+        self._seen: tuple[StepDifference, ...] = ()  # those of removed parts, which hold the model
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ class Handle:
             part.forget_differences()
 
     def choose(self, index: int) -> None:
-        """Run with this one of several plans from here on, until the model is called and its shapes choose."""
+        """Run with plan ``index`` of several until the next call of the model, whose shapes choose."""
         for part in self._installed:
             if isinstance(part, Watched):
                 part.watch.index = index
@@ -112,25 +112,25 @@ def apply(
             detects kernels that are not deterministic or write where PyTorch cannot see it, and costs that
             step a reduction and a synchronization for each discarded tensor. In every step on a CPU, also compare
             a few bytes of what recomputation starts from.
-        mesh: for a plan on a mesh, the ranks (``torch.distributed.device_mesh``); default: one over all of the default
-            process group's.
+        mesh: for a plan on a mesh, the ranks (``torch.distributed.device_mesh``); default: a mesh over all ranks of the
+            default process group.
 
     A plan on a mesh is applied on all of its ranks, to a model that is whole on each, before the optimizer is made.
-    This calls ``parallelize_module`` and ``fully_shard``, or ``replicate``, as ``plan.code()`` prints them. Each rank
-    of an axis for data then calls the model with its own part of the batch. ``handle.remove()`` leaves the model
+    ``apply`` calls ``parallelize_module`` and ``fully_shard``, or ``replicate``, as ``plan.code()`` prints them. Each
+    rank of an axis for data then calls the model with its own part of the batch. ``handle.remove()`` leaves the model
     spread.
 
     Raises:
         PlanMismatch: the plan was made for another model; names the first difference. Or ranks have different plans, or
             models of different values.
         PlanError: a plan is applied to this model already, the plan's units nest, a part of one is compiled on its
-            own, or the model is wrapped. Or one of several plans does more than to change modules, or does not hold the
+            own, or the model is wrapped. Or one of several plans does more than change modules, or does not hold the
             calls that it was made for.
 
     Warns:
         SacplanWarning: the model is set up so that a step takes more than planned: a key-value cache, another attention
             implementation, dropout that the recorded step did not have. Later, before the model runs: it is called
-            with larger tensors than planned for, or with gradients there that the recorded step did not have. Each
+            with larger tensors than planned for, or while gradients exist that the recorded step did not have. Each
             different shape is compared once. A compiled model is not watched.
     """
     plans = opened_plans(plan)
@@ -152,8 +152,8 @@ def put_on(
 ) -> Handle:
     """Apply a plan without comparing the setup of the model with the one that was planned for.
 
-    If a technique fails, what the ones before it installed is removed again. If ``watched``, calls of the model are
-    compared with the planned ones. Not ``spread``: the model is spread over the mesh of the plan already.
+    If a technique fails, what earlier techniques installed is removed again. ``watched``: calls of the model are
+    compared with the planned ones. ``spread``: the model is spread over the plan's mesh, if the plan has one.
     """
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"model must be an nn.Module, not {type(model).__name__}.")
@@ -167,16 +167,16 @@ def put_on(
         # Also after an interrupt: a model that is half changed would be refused by the next ``apply``.
         after_an_error.callback(lambda: Handle(installed).remove())
         # Tensors first: techniques install themselves on modules whose parameters are those that will run.
-        over = SpreadModel(model, plan, mesh) if spread and plan.ranks.sharding is not None else None
-        if over is not None:
-            installed.append(over)
+        spreading = SpreadModel(model, plan, mesh) if spread and plan.ranks.sharding is not None else None
+        if spreading is not None:
+            installed.append(spreading)
         for technique, own in by_technique(plan.decisions):
-            # One by one: where a part fails, those before it are there to be removed.
+            # ``install`` yields part by part: if a part fails, those before it are in the list, and are removed.
             installed.extend(technique.install(ToInstall(model, own, plan.recorded, check)))
         if watched:
             installed.append(Watched(model, plan))
-        if over is not None:
-            over.spread_data()
+        if spreading is not None:
+            spreading.spread_data()
         after_an_error.pop_all()
     return Handle(installed)
 
@@ -196,29 +196,29 @@ def opened_plans(plan: PlanOrPath | Sequence[PlanOrPath]) -> list[Plan]:
 def put_on_all(
     model: torch.nn.Module, plans: Sequence[Plan], *, check: bool = True, mesh: DeviceMesh | None = None
 ) -> Handle:
-    """Apply a plan, or several, of which each call of the model chooses one; its calls are watched."""
+    """Apply a plan, or several of which each call of the model chooses one; the model's calls are watched."""
     if len(plans) == 1:
         return put_on(model, plans[0], check=check, mesh=mesh, watched=True)
     if not all(plan.fingerprint.calls for plan in plans):
         raise PlanError("a plan does not hold the calls of the model that it was made for. Make it again.")
     if any(plan.ranks.sharding is not None for plan in plans):
         raise PlanError("a plan on a mesh spreads the model, and cannot be one of several. Apply it alone.")
-    off = []
+    plans_taken_off = []
     for plan in plans:
         with ExitStack() as after_an_error:
             handle = put_on(model, plan, check=check)
             after_an_error.callback(handle.remove)
-            off.append(lifted(handle._installed))
+            plans_taken_off.append(lifted(handle._installed))
             after_an_error.pop_all()
     watched = Watched(model, *plans)
-    return Handle([watched, InstalledBySize(model, watched.watch, off)])
+    return Handle([watched, InstalledBySize(model, watched.watch, plans_taken_off)])
 
 
 _WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.optim.swa_utils.AveragedModel)
 
 
 def _check_not_wrapped(model: torch.nn.Module, planned: Setup) -> None:
-    """Refuse wrapped models: wrappers change the names of modules. The model inside of one may get a plan."""
+    """Refuse wrapped models: wrappers change the names of modules. The model inside a wrapper may get a plan."""
     if isinstance(model, torch.nn.DataParallel):
         raise no_replicas("this model")
     # The root alone: a wrapped submodule keeps the names of the modules around it.
@@ -228,9 +228,9 @@ def _check_not_wrapped(model: torch.nn.Module, planned: Setup) -> None:
             "apply it to the model inside, `.module`."
         )
     for fqn, module in model.named_modules():
-        # By name, since importing FSDP imports ``torch.distributed``, which not every build has. It flattens
-        # parameters and puts a module of its own around each unit. ``fully_shard`` does neither and is let
-        # pass.
+        # By name, since importing FSDP imports ``torch.distributed``, which not every build has. FSDP flattens
+        # parameters and puts a module of its own around each unit. ``fully_shard`` does neither, so it is not
+        # refused.
         if type(module).__name__ == "FullyShardedDataParallel":
             where = f"module {fqn!r}" if fqn else "this model"
             raise PlanError(

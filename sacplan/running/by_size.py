@@ -1,8 +1,8 @@
-"""Several plans on one model: each of its calls runs with the first plan that was made for one as large.
+"""Several plans on one model: each call of the model runs with the first plan that was made for a call as large.
 
-The forwards of all plans are made when they are applied. The hook that looks at the shapes of a call (``watch.py``)
-says which plan counts from there on. For shapes that came before, that is a look-up. A backward pass goes on with the
-plan of its forward pass, whichever is chosen in between: autograd holds what it needs.
+All forwards are made when the plans are applied. The hook that looks at the shapes of a call (``watch.py``) chooses the
+plan from there on. For shapes that came before, choosing is a look-up. A backward pass goes on with the plan of its
+forward pass, whichever plan is chosen in between: autograd holds what the backward pass needs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sacplan.torch_compat.compiling import stop_compiling
 
 
 class ChosenForward(StandIn):
-    """Runs a module as the plan that counts has it; as it is if that plan leaves it alone."""
+    """Runs a module with its forward in the chosen plan, or with its own if that plan leaves the module alone."""
 
     def __init__(
         self, module: torch.nn.Module, fqn: str, watch: InputWatch, forwards: Sequence[StandIn | None]
@@ -31,7 +31,7 @@ class ChosenForward(StandIn):
         self._watch, self._forwards = watch, forwards
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
+        """Run the module as the chosen plan says."""
         if torch.compiler.is_compiling():
             stop_compiling(
                 PlanError,
@@ -47,7 +47,7 @@ class InstalledBySize(InstalledStandIns):
 
     Args:
         model: the model, with nothing of the plans on it.
-        watch: says which plan counts.
+        watch: its ``index`` is that of the chosen plan.
         plans: for each, what ``lifted`` returned.
     """
 
@@ -77,19 +77,19 @@ class InstalledBySize(InstalledStandIns):
 
 
 def lifted(installed: Sequence[Installed]) -> tuple[Sequence[Installed], Mapping[str, StandIn]]:
-    """Take a plan off its model, ready to run: its parts, and by unit what ran in place of the module's forward.
+    """Take a plan off its model; return its parts, and by unit what ran in place of the module's forward, ready to run.
 
     Raises:
-        PlanError: a part is more than other forwards.
+        PlanError: a part does more than replace forwards.
     """
-    lifts = [part for part in installed if not isinstance(part, InstalledPartitions)]
-    parts = [part for part in lifts if isinstance(part, InstalledStandIns)]
+    without_partitions = [part for part in installed if not isinstance(part, InstalledPartitions)]
+    parts = [part for part in without_partitions if isinstance(part, InstalledStandIns)]
     if len(parts) < len(installed):
         raise PlanError(
             "a plan that splits compiled graphs or keeps weights on the host cannot be one of several. Apply it alone."
         )
     forwards: dict[str, StandIn] = {}
     for part in reversed(parts):
-        # The parts that came later lie on top, and hold those below.
-        forwards = {one.fqn: one for one in part.lift()} | forwards
+        # Later parts are removed first, and win: their stand-ins lie on top, and hold those below.
+        forwards = {stand_in.fqn: stand_in for stand_in in part.lift()} | forwards
     return parts, forwards

@@ -4,7 +4,7 @@ On a CPU the peak is that of the allocator: the memory events of ``torch.profile
 alive before. On CUDA it is ``torch.cuda.max_memory_allocated``.
 
 A step may replace tensors that were alive before: a recurrent state, a buffer, an entry of a cache. The profiler does
-not see that these are freed, so each storage is watched by a weak reference. If the caller holds them in order to
+not see that these are freed, so each storage is watched by a weak reference. If the caller holds the old tensors to
 restore them later, the first step cannot free them. Then a second step is measured, which replaces what the first left.
 """
 
@@ -59,13 +59,13 @@ def measured_step(
     count_flops: bool = False,
     read: Iterable[torch.UntypedStorage] = (),
 ) -> Measured:
-    """Run a step and measure it. With an optimizer, steps run before, to create its state and to find its largest step.
+    """Run a step and return what was measured: either its peak and wall time, or its FLOPs.
 
-    With accumulation, a micro-step runs before it, whose gradients it adds to. The caller restores the model's state;
-    gradients are gone after the call. FLOPs are counted under a dispatch mode,
-    which takes memory of its own, so the peak is not measured at the same time. ``read`` are further storages that are
-    alive, see ``Measured.read``. A step that replaces tensors that are held elsewhere runs again, and the second run is
-    measured.
+    FLOPs are counted under a dispatch mode, which takes memory of its own, so the peak is not measured at the same
+    time. With an optimizer, other steps run first, to create its state and find its largest step. With accumulation, a
+    micro-step runs first, to whose gradients the measured step adds. The caller restores the model's state; gradients
+    are gone after the call. ``read``: further storages that are alive, see ``Measured.read``. A step that replaces
+    tensors that are held elsewhere runs again, and the second run is measured.
     """
     batch_tensors, read = tuple(batch_tensors), tuple(read)
     _begin(step)
@@ -81,8 +81,8 @@ def measured_step(
             step.run()
         _clear(step)
         # What the step read and neither made nor found in the model, the optimizer or the batch.
-        left = tuple(s for s in reads.not_made if storage_key(s) not in own)
-        return Measured(0, 0.0, counter.get_total_flops(), "FlopCounterMode", left)
+        from_elsewhere = tuple(s for s in reads.not_made if storage_key(s) not in own)
+        return Measured(0, 0.0, counter.get_total_flops(), "FlopCounterMode", from_elsewhere)
 
     def measured() -> Measured:
         if device.type == "cuda":
@@ -112,9 +112,9 @@ def _clear(step: Step) -> None:
 
 
 def _begin(step: Step) -> None:
-    """Make what is there when the step begins: the state of optimizers, and gradients to which it adds."""
+    """Make what is there when the step begins: the state of optimizers, and gradients to which the step adds."""
     _clear(step)
-    # The first step with an optimizer allocates its state. The measured one is a later one, and the largest of them.
+    # The first step with an optimizer allocates its state. The measured step is a later one, and the largest of these.
     if step.optimizers:
         step.make_state()
         _clear(step)
@@ -128,21 +128,21 @@ def _run_cuda(
     device: torch.device,
     read: Iterable[torch.UntypedStorage],
 ) -> Measured:
-    own = bytes_alive(step, batch_tensors, read, round_bytes=CUDA_ROUND_BYTES)
-    tensors = bytes_alive(step, batch_tensors, read)
+    own_blocks = bytes_alive(step, batch_tensors, read, round_bytes=CUDA_ROUND_BYTES)
+    own_tensors = bytes_alive(step, batch_tensors, read)
     torch.cuda.synchronize(device)
     drop_cublas_workspaces()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    requested = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
+    requested_before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
     began = time.perf_counter()
     step.run()
     torch.cuda.synchronize(device)
     wall_ms = (time.perf_counter() - began) * 1e3
     # Other tensors may be on the device, such as copies of the model's state. They are in both counts and cancel.
-    peak = torch.cuda.max_memory_allocated(device) - before + own
-    asked = torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - requested + tensors
-    return Measured(peak, wall_ms, 0, "torch.cuda.max_memory_allocated", requested_bytes=asked)
+    peak = torch.cuda.max_memory_allocated(device) - before + own_blocks
+    requested = torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - requested_before + own_tensors
+    return Measured(peak, wall_ms, 0, "torch.cuda.max_memory_allocated", requested_bytes=requested)
 
 
 def drop_cublas_workspaces() -> None:
@@ -158,9 +158,8 @@ def _run_cpu(
     alive = _alive(step, batch_tensors, read)
     before = sum(s.nbytes() for s in alive.values())
     freed = {f"sacplan: freed storage {key}": -s.nbytes() for key, s in alive.items()}
-    # The profiler reports frees of what was allocated while it ran. For storages from before it, each weak
-    # reference leaves an event when its storage is freed, so that the sum below has both in the order in
-    # which they came.
+    # The profiler reports frees of what was allocated while it ran. For earlier storages, a weak reference leaves
+    # an event when its storage is freed, so that the sum below has all changes in the order in which they came.
     watches = [
         weakref.ref(s, functools.partial(_mark, n)) for n, s in zip(freed, alive.values(), strict=True)
     ]
@@ -173,8 +172,8 @@ def _run_cpu(
     # Storages that are freed from here on are no part of the step.
     watches.clear()
     live = peak = 0
-    for delta in allocation_events(profiler, freed):
-        live += freed[delta] if isinstance(delta, str) else delta
+    for event in allocation_events(profiler, freed):  # a change in bytes, or the name of a freed storage
+        live += freed[event] if isinstance(event, str) else event
         peak = max(peak, live)
     return Measured(before + peak, wall_ms, 0, "profiler's allocation events")
 
@@ -212,5 +211,5 @@ def _alive(
     kind = device_of(step.model).type
     # A subclass has no storage of its own worth counting; its strided inner tensors do. Keys make shared
     # storages count once.
-    found = [part.untyped_storage() for t in tensors for part in strided_parts(t)]
-    return {storage_key(s): s for s in (*found, *read) if s.device.type == kind}
+    own = [part.untyped_storage() for t in tensors for part in strided_parts(t)]
+    return {storage_key(s): s for s in (*own, *read) if s.device.type == kind}

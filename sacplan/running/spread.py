@@ -40,7 +40,7 @@ class SpreadModel(Installed):
         self._sharding.parallelize(model, mesh)
 
     def spread_data(self) -> None:
-        """Shard or replicate the model, which comes after all that a plan installs."""
+        """Shard or replicate the model; called after everything else of the plan is installed."""
         self._ranks.spread_data(self._model, self._mesh)
 
     def remove(self) -> None:
@@ -51,7 +51,7 @@ _SAMPLES = 64  # of each parameter
 
 
 def _agree(model: torch.nn.Module, plan: Plan) -> None:
-    """Check that all ranks have the same plan and model: else they wait for ever, or train a mixture of models."""
+    """Check that all ranks have the same plan and model: else they would hang, or train a mixture of models."""
     mine = {
         "the plan": _digest([repr((plan.ranks, plan.decisions)).encode()]),
         "the values of parameters": _digest(_sampled(model)),
@@ -68,16 +68,16 @@ def _agree(model: torch.nn.Module, plan: Plan) -> None:
 
 
 def _digest(parts: Any) -> str:
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for part in parts:
-        found.update(part)
-    return found.hexdigest()
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _sampled(model: torch.nn.Module) -> Iterator[bytes]:
     """Yield a few bytes of each parameter."""
     for parameter in model.parameters():
-        # Nothing to sample.
+        # There are no values to sample.
         if parameter.is_meta or not parameter.numel():
             continue
         flat = parameter.detach().flatten()

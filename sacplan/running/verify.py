@@ -55,7 +55,7 @@ class Verification:
         predicted_peak_bytes: the plan's own figure.
         budget_bytes: the limit for the peak that the plan was made for. For a plan without one, the peak that the
             device has room for: see ``sacplan.plan``. On a GPU, the segments that the allocator reserves beyond the
-            peak are taken off (fake steps), and so is what lies outside of it.
+            peak are taken off (fake steps), and so is what lies outside of the allocator.
         recompute_flops: floating-point operations of what ran again.
         step_ms: predicted time with the plan (fake), or wall time of the measured step (real). A fake step counts
             copies to the host as kernels and knows of no waits for them; with offloading, the plan has the time.
@@ -68,8 +68,8 @@ class Verification:
         requested_bytes: on CUDA the peak as the sum of tensors, which is what a budget bounds, by the allocator's
             ``requested_bytes``; ``peak_bytes`` is that of blocks, which may be larger than their tensors. Else None.
         predicted_host_bytes: the plan's own figure for the memory of the host, ``Plan.host_bytes``.
-        host_bytes: the most that the step had there (fake); None for a measured step. A CPU has one memory, so what
-            waits on the host is then in the peak, the predicted peak and the budget, see ``assumptions``.
+        host_bytes: the most that the step had on the host (fake); None for a measured step. A CPU has one memory, so
+            on a CPU what waits on the host is in the peak, the predicted peak and the budget, see ``assumptions``.
     """
 
     peak_bytes: int
@@ -180,7 +180,7 @@ def verify(
     with preserved_rng():
         batch = resolve_batch(batch)
     plan.fingerprint.check_batch(batch)
-    # A fake step works for ranks.
+    # A fake step can be that of one rank; a real step would need all of them.
     if run == "real" and plan.ranks.devices > 1:
         raise PlanError(
             f"this plan is for one of {plan.ranks.devices} ranks, and run='real' would run the whole model here. "
@@ -248,7 +248,7 @@ def _verify_real(
         # Three runs: FLOPs without the plan, the peak with it, FLOPs with it. The difference of FLOPs is the
         # recomputation. The first run also finds the tensors that the loss function holds; they must count in
         # the peak.
-        # Under the mode that counts FLOPs nothing runs compiled: for a compiled step, they are those of the plan.
+        # Under the mode that counts FLOPs nothing runs compiled: for a compiled step, the plan's figure is reported.
         compiled = plan.fingerprint.setup.compiled
         unplanned = measured_step(step, tensors, count_flops=True)
         with put_on(model, plan) as handle:
@@ -256,24 +256,24 @@ def _verify_real(
                 seen = measured_step(step, tensors, read=unplanned.read)
             # Read before the run that counts FLOPs, so that they are those of the measured steps.
             differences = handle.differences
-            again = plan.recompute_flops
+            recompute_flops = plan.recompute_flops
             if compiled is None:
-                again = measured_step(step, tensors, count_flops=True).flops - unplanned.flops
+                recompute_flops = measured_step(step, tensors, count_flops=True).flops - unplanned.flops
         # After the runs, and with the model still as it trains: ``preserved_state`` is about to restore it.
         setup = step.setup(current_autocast(here))
-    in_one = plan.host_bytes if here == "cpu" else 0
+    host_in_peak = plan.host_bytes if here == "cpu" else 0
     return Verification(
         peak_bytes=seen.peak_bytes,
-        predicted_peak_bytes=plan.peak_bytes + in_one,
-        budget_bytes=_budget_of(plan, spec) + in_one,
-        recompute_flops=again,
+        predicted_peak_bytes=plan.peak_bytes + host_in_peak,
+        budget_bytes=_budget_of(plan, spec) + host_in_peak,
+        recompute_flops=recompute_flops,
         step_ms=seen.wall_ms,
         run="real",
         source=seen.source,
         differences=differences,
         assumptions=(
             *plan.provenance.assumed,
-            *([_IN_ONE_MEMORY] if in_one else []),
+            *([_IN_ONE_MEMORY] if host_in_peak else []),
             *filter(None, [summed_outputs(setup)]),
             *(
                 []
@@ -293,9 +293,9 @@ def _without_optimizer(model: torch.nn.Module, spec: DeviceSpec) -> str:
 
 
 def _budget_of(plan: Plan, spec: DeviceSpec, program: Program | None = None) -> int:
-    """Return the plan's budget, or without one the peak that the device has room for.
+    """Return the plan's budget; for a plan without one, the peak that the device has room for.
 
-    ``program`` is the step with the plan. A measured step has none, and what was reserved would be that of all runs.
+    ``program`` is the traced step with the plan. A measured step has none: what was reserved is that of all its runs.
     """
     if plan.budget_bytes is not None:
         return plan.budget_bytes

@@ -1,7 +1,7 @@
-"""Compare what a planned model is called with, with what its plan was made for, before the step runs.
+"""Compare the arguments of a planned model with those that its plan was made for, before the model runs.
 
 A plan holds for calls that are at most as large as the recorded ones (``larger_than``). A hook on the model looks at
-the shapes of its arguments. It compares each different call once; from then on, a call costs a look-up.
+the shapes of the arguments. It compares each different call once; from then on, such a call costs a look-up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ADVICE = (
 
 
 def compiled_otherwise(plan: Plan) -> str:
-    """Say what a plan for a step that is not compiled means for one that is."""
+    """Return the warning for a compiled step whose plan was made for a step that is not compiled."""
     why = why_uncompiled(plan.decisions)
     return (
         "this plan was made for a step that is not compiled. Compiled, what it recomputes is still recomputed, but the "
@@ -48,7 +48,7 @@ class ShapeWatch:
 
     Args:
         plan: the plan, for what the warning says; the last of several.
-        planned: the calls that it was made for; where there are several plans, those of each.
+        planned: for each plan, the calls that it was made for.
 
     One warning for each call that is larger than all that were warned of before.
     """
@@ -60,7 +60,7 @@ class ShapeWatch:
         self._warned: list[Shapes] = []
 
     def look(self, here: Shapes, stacklevel: int) -> int:
-        """Compare one call, and return which of the plans is the first that holds it; the last one if none does.
+        """Compare one call, and return the index of the first plan that holds it; of the last plan if none does.
 
         ``stacklevel`` is that of the caller's ``warnings.warn``.
         """
@@ -73,7 +73,7 @@ class ShapeWatch:
         if len(self._seen) < _MOST_SEEN:
             self._seen[here] = index
         larger = larger_than(here, self._planned[index])
-        # As large as planned, or as a call that was warned of.
+        # No larger than planned, or than a call that was warned of: nothing new to say.
         if larger is None or (self._warned and larger_than(here, self._warned) is None):
             return index
         self._warned.append(here)
@@ -91,7 +91,7 @@ class ShapeWatch:
 
 
 class InputWatch:
-    """A hook on a planned model: shapes, and gradients that are there although the plan was made without.
+    """A hook on a planned model that warns of larger shapes, and of gradients that the planned step did not have.
 
     Args:
         plans: the plan, or several.
@@ -99,7 +99,7 @@ class InputWatch:
     It holds no tensor and no module, so that copies of the model can be made with it.
 
     Attributes:
-        index: of the plan that holds the latest call.
+        index: that of the plan which holds the latest call.
     """
 
     __name__ = "sacplan_watch"  # torch.jit.script reads it before anything else
@@ -110,11 +110,11 @@ class InputWatch:
         self._shapes = ShapeWatch(plan, *([call.tensors for call in one.fingerprint.calls] for one in plans))
         first = next(iter(plan.units), None)
         self._where = "this model" if first is None else f"unit {first!r}"
-        # A key for each plan that is applied, as text: a number could become a symbol when it changes.
+        # A key for each plan that is applied. Text, since torch.compile may make a symbol of a number that changes.
         self._key = str(next(_applied))
         self._compiled = "" if plan.fingerprint.setup.compiled else compiled_otherwise(plan)
         self._trains = plan.provenance.mode == "train"
-        # A step that accumulates, or whose loss function runs a backward pass before a call of the model.
+        # No warning if the plan does not train, has no calls, or has calls of the model with gradients already there.
         self._is_told = not self._trains or any(call.with_gradients for call in calls) or not calls
 
     @property
@@ -127,7 +127,7 @@ class InputWatch:
         # Without gradients, a plan for training does nothing.
         if self._trains and not torch.is_grad_enabled():
             return
-        # What is compiled runs without the rest: whatever a hook reads would become a guard.
+        # The rest does not run in a compiled model: whatever a hook reads would become a guard.
         if torch.compiler.is_compiling():
             if self._compiled:
                 warn_compiling(self._key, self._compiled)
@@ -149,7 +149,7 @@ class InputWatch:
 
 
 def _some_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Yield parameters until the first that is trained; all share the fate of their gradients."""
+    """Yield parameters up to the first trained one, which stands for all: their gradients come and go together."""
     for p in model.parameters():
         yield p
         if p.requires_grad:

@@ -1,13 +1,13 @@
 """``Alike``: the integer program in which neighbours that are alike take the same option.
 
 The choices of one kind (the layers of a model) stand in the order of the step. They are cut into at most ``groups``
-runs of equal length, and the choices of a run take one option together. So the program has ``groups`` choices for each
-kind, however deep the model is. Where a kind has no more choices than that, the program is that of ``Milp``.
+runs of about equal length, and the choices of a run take one option together. So the program has at most ``groups``
+choices for each kind, however deep the model is. If no kind has more choices, the program is that of ``Milp``.
 
-A plan of the smaller program is one of the whole problem. From there single choices move:
+An answer to the smaller program is one to the whole problem. From there single choices move:
 
     solve      give back, where the limits have room: single layers take cheaper options
-    smallest   go down further from there (``descend``), then the cheapest for the peak that was reached
+    smallest   lower the peak further (``descend``), then take the cheapest options with the peak that was reached
 
 Limits hold exactly, since each choice uses what it uses in the whole problem. The optimum of the smaller program is no
 bound for the larger one, so an answer that is not ``Milp``'s has none.
@@ -47,20 +47,20 @@ class Alike:
         return "alike"
 
     def solve(self, problem: Problem) -> Solution | None:
-        """Return options that keep all limits, as cheap as runs and single moves from there get; None if none do."""
+        """Return options that keep all limits, as cheap as runs and then single moves get; None if none are found."""
         tied = TiedProblem.of(problem, self.groups)
         if tied.is_whole:
             return self.milp.solve(problem)
         found = replace(self.milp, gap=max(self.milp.gap, _GAP)).solve(tied.problem)
         if found is not None and found.status != "unknown":
             return Solution(give_back(problem, tied.spread(found.picks)), "feasible", limited=found.limited)
-        # Not even the smallest peak that runs have may hold the limits, while single choices can.
+        # Even the smallest peak of runs may be over the limits; single moves from there may still keep them.
         lowest = self._lowest(problem, tied)
         picks = descend(problem, lowest)
         return Solution(give_back(problem, picks), "feasible") if problem.fits(picks) else found
 
     def smallest(self, problem: Problem) -> Solution:
-        """Return the smallest peak that runs, and single moves from there, get to."""
+        """Return the options with the smallest peak that runs, and then single moves, get to."""
         tied = TiedProblem.of(problem, self.groups)
         if tied.is_whole:
             return self.milp.smallest(problem)
@@ -82,11 +82,11 @@ class Alike:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TiedProblem:
-    """A problem whose choices are runs of those of another one.
+    """A smaller problem, each of whose choices stands for a run of choices of the whole problem.
 
     Attributes:
         problem: the smaller problem.
-        runs: by choice of it, the choices that take its option.
+        runs: by choice of ``problem``, the choices of the whole problem that take its option.
     """
 
     problem: Problem
@@ -94,7 +94,7 @@ class TiedProblem:
 
     @staticmethod
     def of(problem: Problem, groups: int) -> TiedProblem:
-        """Tie neighbours of one kind, in at most ``groups`` runs of each kind."""
+        """Return the problem in which neighbours of one kind are tied, in at most ``groups`` runs of each kind."""
         runs = _runs(problem, groups)
         choices = []
         for run in runs:
@@ -122,7 +122,7 @@ class TiedProblem:
         return all(len(run) == 1 for run in self.runs)
 
     def spread(self, picks: Picks) -> dict[int, int]:
-        """Return the picks of the whole problem."""
+        """Return picks of the smaller problem as those of the whole problem."""
         return {choice: option for run, option in picks.items() for choice in self.runs[run]}
 
 

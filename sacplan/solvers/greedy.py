@@ -31,25 +31,25 @@ class Greedy:
     def solve(self, problem: Problem) -> Solution | None:
         """Return options that keep all limits; None if the descent does not get there."""
         ways = _with_and_without(problem)
-        free = replace(problem, once_costs=())  # they count where the descents are compared
-        # If the cheap path gets stuck, moves may free more than is needed: the path to the smallest peak.
+        without_once = replace(problem, once_costs=())  # paid once: they count when the descents are compared
+        # If the cheap path gets stuck, the path to the smallest peak is tried, whose moves may free more than needed.
         for beyond in (False, True):
             descents = [descend(problem, once=once, beyond=beyond) for once in ways]
-            found = [give_back(free, picks) for picks in descents if problem.fits(picks)]
-            if found:
-                return Solution(min(found, key=problem.cost), "feasible")
+            candidates = [give_back(without_once, picks) for picks in descents if problem.fits(picks)]
+            if candidates:
+                return Solution(min(candidates, key=problem.cost), "feasible")
         return None
 
     def smallest(self, problem: Problem) -> Solution:
-        """Return the lowest peak on the way down."""
+        """Return the options with the lowest peak that a descent reaches, or cheaper ones with no higher peak."""
         start, lowest = starts(problem), problem.with_limit(DEVICE_MEMORY, 0)
         descents = [descend(lowest, start, once=once, beyond=True) for once in _with_and_without(problem)]
         picks = min(descents, key=problem.peak)
-        # The same peak may be had for less: the path down took what freed most, not what was needed.
+        # The same peak may be had for less: these descents free bytes whether or not they are needed.
         at_peak = problem.with_limit(DEVICE_MEMORY, problem.peak(picks))
         return self.solve(at_peak) or Solution(picks, "feasible")
 
 
 def _with_and_without(problem: Problem) -> tuple[bool, ...]:
-    """Return the values of ``once`` to try: options with a cost paid once look too dear to the first one that pays."""
+    """Return the values of ``once`` to try: a cost paid once looks too high to the first choice that has to pay it."""
     return (True, False) if problem.once_costs else (True,)

@@ -22,7 +22,7 @@ def give_back(problem: Problem, picks: Picks) -> dict[int, int]:
     totals = problem.total(now)[priced]
 
     def changes(choice: int, option: int) -> Costs:
-        """Return by other option what moving there costs, once costs aside."""
+        """Return, by new option, what moving there from ``option`` costs, apart from costs paid once."""
         costs, uses = problem.choices[choice].costs, problem.choices[choice].uses[:, priced]
         over = problem.over_cost(totals + uses - uses[option]) - problem.over_cost(totals)
         return np.asarray(costs - costs[option] + over)
@@ -37,10 +37,11 @@ def give_back(problem: Problem, picks: Picks) -> dict[int, int]:
         ),
         key=lambda move: (-move[0], move[1]),
     )
-    # By cost that is paid once, how many choices need it now. It is saved when the last of these moves away.
+    # For each cost that is paid once, how many choices need it now. It is saved when the last of them moves away.
     taken = [sum(pair in once.pairs for pair in now.items()) for once in problem.once_costs]
     for _, choice, other in moves:
         option = now.get(choice, 0)
+        # Worked out again, since earlier moves may have changed what is paid once, and for priced rows.
         change = float(changes(choice, option)[other])
         after = [
             count + ((choice, other) in once.pairs) - ((choice, option) in once.pairs)
@@ -48,7 +49,6 @@ def give_back(problem: Problem, picks: Picks) -> dict[int, int]:
         ]
         for once, count, count_after in zip(problem.once_costs, taken, after, strict=True):
             change += once.cost * (bool(count_after) - bool(count))
-        # What a move saves is worked out again, since moves before it may have changed costs paid once.
         if change >= 0:
             continue
         more = problem.choices[choice].uses[other] - problem.choices[choice].uses[option]
@@ -69,14 +69,14 @@ def descend(
 ) -> dict[int, int]:
     """From ``start``, take the cheapest move per byte freed in the tightest row, until all limits are kept.
 
-    A move takes another option of one choice. It must not raise any row of a resource above the limit, or above the
-    largest excess that the resource has now. So the largest excess never grows.
+    A move takes another option of one choice. It must not raise any row above its limit, or, in a resource that is over
+    a limit, above the largest excess of that resource. So the largest excess never grows.
 
     Args:
         problem: what is chosen.
         start: by default, the first option of every choice.
         once: whether options with a cost that is paid once may be taken.
-        beyond: what a move frees below the limit counts as well.
+        beyond: whether what a move frees below the limit counts as well.
 
     Returns:
         The first picks on the way that keep all limits, else those with the least excess.
@@ -109,7 +109,7 @@ def descend(
             best, least = taken.copy(), excess[at] / scales[at]
         if least <= 0:
             break
-        # By row, the largest excess after a move: that of its resource now. So the largest excess never grows.
+        # By row, the largest excess that a move may lead to: that of the row's resource now, but at least 0.
         ceiling = np.zeros_like(excess)
         for rows in problem.resources.values():
             ceiling[rows] = max(0, excess[rows].max())
@@ -125,7 +125,7 @@ def descend(
         dearer = more > 0
         price = np.full(len(costs), np.inf)
         np.divide(more, freed, out=price, where=worth)
-        # A move that costs nothing is for where no other is left: it may take the way from those that free more.
+        # Moves that cost nothing come last: they may block moves that free more.
         for move in by_price(price, (worth & dearer, worth & ~dearer & (more == 0))):
             after = excess + uses[move] - uses[now[move]]
             # Prices are in order, so the first move that keeps the ceiling is the cheapest.
@@ -141,12 +141,12 @@ def descend(
 
 
 def by_price(price: npt.NDArray[np.float64], groups: Iterable[npt.NDArray[np.bool_]]) -> Iterator[int]:
-    """Yield the moves of one group after the other, each by rising price; of equal ones the first."""
+    """Yield the moves group by group, each group by rising price; moves with equal prices in their order."""
     for group in groups:
         moves = np.flatnonzero(group)
         if not len(moves):
             continue
-        # The cheapest most often does, so the others are sorted only if it does not.
+        # The caller mostly takes the cheapest, so the others are sorted only when they are asked for.
         cheapest = int(price[moves].argmin())
         yield int(moves[cheapest])
         in_order = price[moves].argsort(kind="stable")

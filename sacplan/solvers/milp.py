@@ -20,8 +20,8 @@ are the rows outside of all repeated layers, so the program does not grow with t
 5. If none differ, the solver's tolerance hid the excess. Repair the answer for an incumbent, and cut it off: some
    block must use less in that row (``_cut_off``). The cut is valid for every answer that keeps the row's limit.
 
-Known inefficiencies: each round starts the solver anew, and a split is never undone. Where every layer ends up in a
-block of its own, the program is the plain one above.
+Known inefficiencies: each round starts the solver from scratch, and a split is never undone. Where every layer ends up
+in a block of its own, the program is the plain one above.
 
 Neighbouring rows differ in few blocks, so each is written as the row before plus the difference.
 """
@@ -96,7 +96,7 @@ class Milp:
         search = Refinement(self, problem)
         picks, _ = search.smallest()
         found = self.solve(problem.with_limit(DEVICE_MEMORY, problem.peak(picks)))
-        # The second search may end without an answer. The first one's keeps the limits all the same.
+        # The second search may end without an answer. That of the first search keeps the limits all the same.
         if found is None or found.status == "unknown":
             return Solution(picks, "feasible", limited=search.limited or found is not None)
         return replace(found, limited=found.limited or search.limited)
@@ -123,7 +123,7 @@ class Refinement:
         self.problem = problem
         self.infeasible = False
         self.limited = False
-        self._work = options.work_limit  # that is left
+        self._work = options.work_limit  # what is left of it
         self._cuts: list[list[_AtLeast]] = []
         # Choices share variables only if every term of the costs treats them alike: same options, costs paid once and
         # uses of priced rows. A choice with one option has nothing to decide.
@@ -141,7 +141,7 @@ class Refinement:
     def cheapest(self) -> Solution | None:
         """Return the cheapest options that keep all limits, to the gap; see ``Milp.solve``."""
         problem = self.problem
-        # Cheap, and it spares a call of the solver that could only say the same.
+        # Cheap, and where a row cannot keep its limit at all, it spares a call of the solver.
         if (problem.least_uses() > problem.limits).any():
             self.infeasible = True
             return None
@@ -163,14 +163,14 @@ class Refinement:
             if problem.excess(picks)[over] <= 0:
                 best = self._cheaper(best, picks)
                 break
-            # Split first: only once no block differs in that row was it written exactly, and the excess is the
-            # solver's tolerance.
+            # Split first: only if no block differs in that row was the row in the program, and the excess is due to
+            # the solver's tolerance.
             if self._split(over):
                 continue
             best = self._cheaper(best, descend(problem, picks))
             if self._close(best, bound) or not self._cut_off(counts, over):
                 break
-        else:
+        else:  # all rounds are used up
             self.limited = True
         # The last layout is near the optimum, if there was one: go down from there for a feasible answer.
         if best is None and not self.infeasible:
@@ -212,7 +212,7 @@ class Refinement:
                     break
             elif not (self._split(over) or self._cut_off(counts, over)):
                 break
-        else:
+        else:  # all rounds are used up
             self.limited = True
         if not proved:
             greedy = descend(lowest, starts(problem), beyond=True)
@@ -225,7 +225,7 @@ class Refinement:
         self, problem: Problem, gap: float, *, smallest: bool = False
     ) -> tuple[LinearSolution, _Encoding]:
         encoding = _Encoding(problem, self._blocks, self._cuts, smallest=smallest)
-        # All rounds share one limit of work, and the rounds before have used it up.
+        # All rounds share one limit of work: the rounds before may have used it up.
         if self._work <= 0:
             self.limited = True
             return LinearSolution("unknown"), encoding
@@ -251,8 +251,8 @@ class Refinement:
         return cost - bound <= max(self.options.gap * cost, _SLACK * largest)
 
     def _lay_out(self, counts: list[list[int]], problem: Problem) -> dict[int, int]:
-        """Lay the counts out over the choices of each block, those that keep least first or last: what fits better."""
-        found = []
+        """Return picks with these counts in each block; options that keep least are first or last: what fits better."""
+        layouts = []
         for first in (1, -1):
             picks: dict[int, int] = {}
             for block, own in zip(self._blocks, counts, strict=True):
@@ -260,8 +260,8 @@ class Refinement:
                 taken = [option for option, count in enumerate(own) for _ in range(count)]
                 taken.sort(key=lambda option: first * kept[option])
                 picks.update((choice, option) for choice, option in zip(block, taken, strict=True) if option)
-            found.append(picks)
-        return min(found, key=lambda picks: float((problem.excess(picks) / problem.scales).max()))
+            layouts.append(picks)
+        return min(layouts, key=lambda picks: float((problem.excess(picks) / problem.scales).max()))
 
     def _split(self, row: int) -> bool:
         """Split the blocks whose choices differ in a row; return whether any did."""
@@ -319,7 +319,7 @@ class _Encoding:
         costs = [problem.choices[block[0]].costs for block in blocks]
         self.cost_scale = max((float(each.max()) for each in costs), default=0.0) or 1.0
         self._variables = [self._variables_of(block) for block in blocks]
-        # Where the peak is minimised costs are 0, so what only adds costs is left out.
+        # Where the peak is minimised, costs count nothing, so what only adds costs is left out.
         if not smallest:
             self._once_costs()
             self._priced_rows()
@@ -329,9 +329,9 @@ class _Encoding:
 
     def counts(self, solution: LinearSolution) -> list[list[int]]:
         """Return, by block and option, how many choices take it."""
-        # The first option has no variable: the choices that are left take it.
-        found = [[round(solution.values[n]) for n in own] for own in self._variables]
-        return [[len(block) - sum(own), *own] for block, own in zip(self._blocks, found, strict=True)]
+        # The first option has no variable: the choices that take none of the others take it.
+        others = [[round(solution.values[n]) for n in own] for own in self._variables]
+        return [[len(block) - sum(own), *own] for block, own in zip(self._blocks, others, strict=True)]
 
     def _cost(self, cost: float) -> float:
         return 0.0 if self._smallest else float(cost) / self.cost_scale
@@ -343,7 +343,7 @@ class _Encoding:
             self.program.variable(upper=size, integer=True, cost=self._cost(cost))
             for cost in self._problem.choices[block[0]].costs[1:]
         ]
-        # For a single variable its upper bound says the same.
+        # For a single variable, its upper bound says the same.
         if len(own) > 1:
             self.program.row([(n, 1.0) for n in own], upper=size)
         return own
@@ -370,7 +370,7 @@ class _Encoding:
             self.program.row([(over, -1.0), *zip(columns, uses, strict=True)], upper=room)
 
     def _rows(self) -> None:
-        """Require that what is freed in each row covers what the row is over its limit."""
+        """Require that options free, in each row, what the first options together are over its limit."""
         problem = self._problem
         scales = problem.scales / _SCALE
         # Uses are whole numbers, so half a one less asks for the same.
@@ -386,7 +386,7 @@ class _Encoding:
                 peak = self.program.variable(cost=1.0)
             before: tuple[int, int] | None = None
             for row in rows[wanted[rows]]:
-                # ``total`` is what is freed here: the total of the row before, plus the difference of the two.
+                # ``total`` is what is freed in this row: the total of the row before, plus the difference of the two.
                 need = float(needs[row])
                 total = self.program.variable(lower=None if peak is not None else need)
                 difference = freed[:, row] if before is None else freed[:, row] - freed[:, before[0]]
@@ -395,7 +395,7 @@ class _Encoding:
                     terms.append((before[1], 1.0))
                 self.program.row([(total, -1.0), *terms], lower=0.0, upper=0.0)
                 if peak is not None:
-                    # What is not freed here is part of the peak.
+                    # What is not freed in this row is part of the peak.
                     self.program.row([(total, 1.0), (peak, 1.0)], lower=need)
                 before = int(row), total
 
@@ -419,7 +419,7 @@ class _Encoding:
         true = [self.program.binary() for _ in cut]
         self.program.row([(t, 1.0) for t in true], lower=1.0)
         for t, (choices, options, number) in zip(true, cut, strict=True):
-            inside = 0 not in options  # the first option has no variable: then the others are counted
+            inside = 0 not in options  # else count the choices outside: the first option has no variable
             terms = [
                 (n, 1.0)
                 for block, own in zip(self._blocks, self._variables, strict=True)

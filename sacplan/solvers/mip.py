@@ -1,8 +1,8 @@
 """Mixed-integer programs in PuLP, solved by HiGHS.
 
 The only file that imports PuLP (tried with 3.3). What PuLP gets wrong for our purpose is put right
-here: ``LpProblem.status`` calls the incumbent of an ended search optimal (``sol_status`` does not), and
-no bound is reported, so it is read from HiGHS's info.
+here: ``LpProblem.status`` calls the incumbent of an ended search optimal, so ``sol_status`` is read;
+and PuLP reports no bound, so the bound is read from HiGHS's info.
 
 What ends a search is a limit of work, not of time: with a given seed the answer is the same on a
 machine that is slow or busy. Work is the nodes of branch and bound, each counted as the nonzeros of its
@@ -39,7 +39,7 @@ class LinearSolution:
 
     ``status`` is "optimal" (proved, within the asked gap), "feasible" (a limit ended the search with
     this incumbent), "infeasible", or "unknown" (a limit ended it with nothing). ``bound`` is a proved
-    lower bound of the objective, None where the solver told none; ``gap`` is relative to the objective.
+    lower bound of the objective, None where the solver gave none; ``gap`` is relative to the objective.
     ``work`` is what was done, see the top of this file.
     """
 
@@ -113,7 +113,7 @@ class LinearProgram:
                 self._problem.addConstraint(pulp.LpConstraint(expression.copy(), sense, rhs=bound))
 
     def solve(self, *, gap: float = 1e-4, work_limit: int = WORK_LIMIT, seed: int = 0) -> LinearSolution:
-        """Minimise.
+        """Minimise, and return the solver's answer.
 
         Args:
             gap: relative gap at which a solution counts as optimal.
@@ -127,7 +127,7 @@ class LinearProgram:
         check_options(gap, work_limit, seed)
         priced = zip(self._variables, self._costs, strict=True)
         self._problem.setObjective(pulp.LpAffineExpression([(v, cost) for v, cost in priced if cost]))
-        # HiGHS knows a limit of nodes and none of work, so the work is divided by what one node counts.
+        # HiGHS can be limited in nodes and not in work, so the limit of work is divided by the work of one node.
         nonzeros = max(1, self._nonzeros)
         try:
             ended = _solve_highs(self._problem, _Options(gap, max(1, work_limit // nonzeros), seed))
@@ -143,7 +143,7 @@ class LinearProgram:
             for v in self._variables
         )
         objective = math.fsum(cost * value for value, cost in zip(values, self._costs, strict=True))
-        # By a tolerance, a bound may come in above the objective.
+        # The bound may be above the objective by the solver's tolerance.
         least = None if bound is None else min(bound, objective)
         return LinearSolution(status, values, objective, least, work)
 
@@ -195,7 +195,7 @@ def _status(problem: pulp.LpProblem) -> Status:
 class _HighsWithNodes(pulp.HiGHS):  # type: ignore[misc]
     """PuLP's HiGHS, which ends at a number of nodes.
 
-    HiGHS has an option for that as well, but PuLP does not know the status that it ends with.
+    HiGHS has an option for that as well, but PuLP does not know the status with which HiGHS then ends.
 
     Args:
         nodes: at most.
@@ -207,7 +207,7 @@ class _HighsWithNodes(pulp.HiGHS):  # type: ignore[misc]
         self._nodes = nodes
 
     def callSolver(self, lp: Any) -> None:
-        """Called by PuLP when the model is built."""
+        """Solve, with the limit set; PuLP calls this when the model is built."""
 
         def stop(kind: Any, message: str, seen: Any, answer: Any, data: Any) -> None:
             answer.user_interrupt = seen.mip_node_count >= self._nodes
@@ -219,7 +219,7 @@ class _HighsWithNodes(pulp.HiGHS):  # type: ignore[misc]
 
 
 def _solve_highs(problem: pulp.LpProblem, options: _Options) -> _Ended:
-    """Solve with HiGHS; again without its presolve if that fails, or says "infeasible".
+    """Solve with HiGHS; if that fails, or says "infeasible", again without presolve.
 
     HiGHS 1.15's presolve calls programs infeasible that just fit.
     """
@@ -232,7 +232,7 @@ def _solve_highs(problem: pulp.LpProblem, options: _Options) -> _Ended:
 
 @functools.cache
 def _let_highs_introduce_itself() -> None:
-    """HiGHS 1.16 prints two lines when a process first makes a solver, before it can be told not to.
+    """Make a first solver with standard output redirected: HiGHS 1.16 prints two lines before it can be told not to.
 
     Standard output may be JSON that somebody reads, so these lines go nowhere.
     """
@@ -240,7 +240,7 @@ def _let_highs_introduce_itself() -> None:
 
     flush = ctypes.CDLL(None).fflush if os.name == "posix" else ctypes.cdll.msvcrt.fflush
     sys.stdout.flush()
-    # C has a buffer of its own. It is emptied before, so that nothing is lost, and after, so that HiGHS's lines are.
+    # C has a buffer of its own. Flushed before, nothing of ours is lost; flushed after, HiGHS's lines go nowhere.
     flush(None)
     try:
         shown = os.dup(1)

@@ -57,8 +57,8 @@ class Choice:
     """A set of options; exactly one is taken.
 
     Attributes:
-        kind: equal for choices with the same options: same costs, same ``kept_bytes``, and the same uses up to where
-            in the step they lie.
+        kind: equal for choices with the same options: same costs, same ``kept_bytes``, and the same uses, but elsewhere
+            in the step.
         costs: by option; the first is 0.
         uses: options x rows, in the unit of each row's resource; the first option's are 0.
         kept_bytes: by option, what is held for the backward pass; orders options where memory has a price per byte.
@@ -150,7 +150,7 @@ class Problem:
         return total
 
     def excess(self, picks: Picks) -> Amounts:
-        """Return by how much each row is over its limit; negative where there is room. Priced rows have all room."""
+        """Return by how much each row is over its limit; negative where there is room, as always in priced rows."""
         excess: Amounts = self.total(picks) - self.limits
         excess[self.priced] = -NO_LIMIT
         return excess
@@ -183,7 +183,7 @@ class Problem:
         return int(self.total(picks)[self.resources[DEVICE_MEMORY]].max())
 
     def cost(self, picks: Picks) -> float:
-        """Return the objective: costs of options, and costs paid once."""
+        """Return the objective: costs of options, costs paid once, and prices of what is over the limits of rows."""
         own = sum(float(self.choices[choice].costs[option]) for choice, option in picks.items())
         # A choice that ``picks`` leaves out takes its first option, so no pair may name a first option.
         once = sum(once.cost for once in self.once_costs if not once.pairs.isdisjoint(picks.items()))
@@ -199,7 +199,7 @@ class Problem:
 
     def least_cost(self) -> float:
         """Return a lower bound of the cost: every choice at its cheapest."""
-        # Costs that are paid once or for priced rows are left out. They are not negative, so the bound holds without.
+        # Costs that are paid once or for priced rows are never negative, so the bound holds without them.
         return sum(float(choice.costs.min()) for choice in self.choices)
 
     @cached_property

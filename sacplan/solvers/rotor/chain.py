@@ -24,13 +24,13 @@ _LENGTHS = {
 class ChainSizes:
     """The sizes of a chain in one unit, bytes or slots, under the names of the recurrence.
 
-    With L stages, ``x``, ``xbar`` and ``ftmp`` carry one last 0 behind the loss, so that stage i (the loss is
+    With L stages, ``x``, ``xbar`` and ``ftmp`` end with a 0 for the loss, so that stage i (the loss is
     stage L) always has ``x[i + 1]``, ``xbar[i + 1]``, ``ftmp[i]`` and ``btmp[i]``.
 
     Attributes:
         x: ``x[i]`` is the input of stage i, L + 2 entries.
         xbar: ``xbar[i + 1]`` is all that stage i saves for its backward, its output included, L + 2 entries.
-        ftmp: ``ftmp[i]`` is what forward of stage i needs beside that, L + 1 entries.
+        ftmp: ``ftmp[i]`` is what forward of stage i needs in addition to these, L + 1 entries.
         btmp: the same for backward, L + 1 entries.
     """
 
@@ -42,7 +42,7 @@ class ChainSizes:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A chain of L stages and the loss behind them, such as ``profile.chain``.
+    """A chain of L stages and the loss after them, such as ``profile.chain``.
 
     The fields are f, b, x, xbar, ftmp, btmp of the literature. Any sequences of numbers may be given; they are kept as
     tuples of float and int. Fields with L + 1 entries count the loss as the last stage, or the input as the first
@@ -52,10 +52,10 @@ class Chain:
 
     Attributes:
         forward_ms: forward time of each stage (L).
-        backward_ms: backward time of each stage, then the time of the loss, there and back (L + 1).
+        backward_ms: backward time of each stage, then the time of the loss, forward and backward (L + 1).
         output_bytes: the input, then the output of each stage (L + 1).
         saved_bytes: everything that a stage saves for its backward, its output included, in the place of its
-            output; the first entry, beside the input, is not read (L + 1).
+            output; the first entry, in the place of the input, is not read (L + 1).
         forward_extra_bytes: memory that forward needs only while it runs (L).
         backward_extra_bytes: memory that backward needs only while it runs, the gradient of the input that it
             makes included; then the loss's (L + 1).
@@ -123,7 +123,7 @@ def _numbers(field: str, values: Sequence[float]) -> tuple[float, ...]:
     """Return times as floats, and sizes as integers."""
     is_time = field.endswith("_ms")
     try:
-        found = [int(v) if isinstance(v, numbers.Integral) else float(v) for v in values]
+        converted = [int(v) if isinstance(v, numbers.Integral) else float(v) for v in values]
     except (TypeError, ValueError, OverflowError) as error:
         raise PlanError(f"Chain: {field} must be a sequence of numbers, got {values!r} ({error})") from error
     needed = (
@@ -131,7 +131,7 @@ def _numbers(field: str, values: Sequence[float]) -> tuple[float, ...]:
         if is_time
         else "a size is a whole number, 0 or more"
     )
-    for i, value in enumerate(found):
+    for i, value in enumerate(converted):
         if not (math.isfinite(value) and value >= 0 and (is_time or value == int(value))):
             raise PlanError(f"Chain: {field}[{i}] is {value}; {needed}")
-    return tuple(float(value) if is_time else int(value) for value in found)
+    return tuple(float(value) if is_time else int(value) for value in converted)

@@ -3,20 +3,21 @@
     cuts = find_cuts(profile.program)
     cuts.ops  # forward ops by stage, the loss last
 
-A storage crosses a position between two ops if it is made before the position and read behind it. A position is a cut
+A storage crosses a position between two ops if it is made before the position and read after it. A position is a cut
 if exactly one storage crosses it.
 
 - Storages that depend on no parameter (a mask, a rotary table) do not count: like parameters they are input.
 - So a branch is one stage, from where it leaves the residual stream to where it comes back. A value that many layers
   share on the gradient path (T5's position bias) makes one stage of them all.
 - A storage that is written in place crosses with all its versions: its maker and its last writer are in one stage.
-- Where one storage crosses several positions alone, the first is the cut. So views, or a mask that is made between two
-  layers, are no stage of their own.
+- Where one storage crosses several positions alone, the first of these is the cut. So views, or a mask that is made
+  between two layers, are no stage of their own.
 - A cut is left out where autograd does not save what crosses and the next cut is as good (``_without_bare_cuts``), as
   between a linear layer and its ReLU.
 
-The crossings of all positions come from one pass: each storage adds 1 where it begins to cross and takes 1 where it
-ceases, and a running sum counts them. The same sum over storage indices names the one that crosses. Linear in the ops.
+The crossings of all positions come from one pass: each storage adds 1 where it begins to cross and subtracts 1 where it
+ceases, and a running sum counts them. The same sum over storage indices gives the index of a single one that crosses.
+Linear in the ops.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class ForwardCuts:
 
     Attributes:
         ops: forward ops by stage, the loss last.
-        boundary: the storage that crosses behind each stage but the last, in its last version.
-        base: by storage, the first version of it (see ``Op.replaces``).
+        boundary: the storage that crosses after each stage but the last, in its last version.
+        base: by storage, its first version (see ``Op.replaces``).
         shared: storages that no parameter has a part in, made in one stage and read in a later one.
         saved: storages that autograd holds when the backward pass begins.
     """
@@ -72,7 +73,7 @@ def find_cuts(program: Program) -> ForwardCuts:
     crossing, which, blocked = lives.at_positions()
     starts, boundary = [0], list[int]()
     for p in range(1, len(forward)):
-        # Only between ops of the model, or right after its last one: the loss is one stage.
+        # Only between ops of the model, or right after its last op: the loss is one stage.
         in_root = root.first_op <= forward[p - 1] and forward[p] <= root.end_op
         if in_root and crossing[p] == 1 and not blocked[p]:
             storage = lives.newest[which[p]]
@@ -99,7 +100,7 @@ def find_cuts(program: Program) -> ForwardCuts:
 
 
 def coarser(cuts: ForwardCuts, most: int) -> ForwardCuts:
-    """Join neighbouring stages evenly, so that there are at most ``most`` beside the loss."""
+    """Return the cuts with neighbouring stages joined evenly: at most ``most`` stages, not counting the loss."""
     count = len(cuts.boundary)
     if count <= most:
         return cuts
@@ -116,16 +117,16 @@ def coarser(cuts: ForwardCuts, most: int) -> ForwardCuts:
 def _without_bare_cuts(
     program: Program, ops: list[tuple[int, ...]], boundary: list[int], saved: Collection[int]
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Leave out cuts whose storage autograd does not save, where the next cut is as good.
+    """Return stages and boundaries without cuts whose storage autograd does not save, where the next cut is as good.
 
-    Rotor's "keeping all" keeps the boundary, too. Between a batch norm, or a linear layer, and a ReLU nobody needs it
-    for the backward pass, and to count it would double what such stages save. So a cut is left out if the next boundary
-    is no larger than its storage, and the stage between the two saves less than that storage. If only the loss follows,
-    it is left out if the stage before it saves less.
+    Rotor's "keeping all" keeps the boundary, too. Between a batch norm, or a linear layer, and a ReLU, backward does
+    not need the boundary, and counting it would double what such stages save. So a cut is left out if the next boundary
+    is no larger than the cut's storage, and the stage between the two saves less than that storage. If only the loss
+    follows, the cut is left out if the stage before it saves less than its storage.
     """
     size = program.storage_bytes
 
-    def saved_beside(stage: Sequence[int], boundary: int) -> int:
+    def saved_besides(stage: Sequence[int], boundary: int) -> int:
         made = (s for op in stage for s in program.ops[op].writes)
         return sum(size[s] for s in made if s in saved and s != boundary)
 
@@ -138,9 +139,9 @@ def _without_bare_cuts(
         if storage in saved or (at == 0 and not kept):
             bare = False
         elif kept:
-            bare = size[kept[0]] <= size[storage] and saved_beside(stages[0], kept[0]) < size[storage]
-        else:  # the loss comes next: what counts is the stage in front
-            bare = saved_beside(ops[at], storage) < size[storage]
+            bare = size[kept[0]] <= size[storage] and saved_besides(stages[0], kept[0]) < size[storage]
+        else:  # the loss comes next: what counts is the stage before the cut
+            bare = saved_besides(ops[at], storage) < size[storage]
         if bare:
             stages[0] = ops[at] + stages[0]
         else:
@@ -155,9 +156,9 @@ class _Lives:
     Attributes:
         base: by storage, its first version.
         learned: storages (first versions) that a parameter has a part in.
-        newest: first version to the last one.
+        newest: first version to last version.
         made, written, read: first version to the position, in the forward pass, of the first write, the last write
-            and the last read.
+            and the last read of any version.
     """
 
     def __init__(self, program: Program, forward: Sequence[int]) -> None:
@@ -185,37 +186,37 @@ class _Lives:
             for s in (*op.reads, *op.mutates)
         )
         for s in op.reads:
-            # An op that writes in place reads too, but that is a write here, which blocks cuts by itself.
+            # An op that writes in place reads too, but only the write counts, which blocks cuts by itself.
             if s not in op.mutates:
                 self.read[self.base[s]] = p
         for s in (*op.writes, *op.mutates):
             # What ``fully_shard`` gathers parameters into is input, as parameters are.
             if self.program.gathering and kinds[s] is StorageKind.PARAMETER:
                 continue
-            at = self.base[s]
+            first = self.base[s]
             if s in op.writes or learned:
-                self.made.setdefault(at, p)
+                self.made.setdefault(first, p)
             if learned:
-                self.learned.add(at)
-            self.written[at], self.newest[at] = p, s
+                self.learned.add(first)
+            self.written[first], self.newest[first] = p, s
 
     def at_positions(self) -> tuple[list[int], list[int], list[int]]:
-        """Return, for each position (p is in front of the p-th op), three figures.
+        """Return three figures for each position (p is right before the p-th op).
 
-        How many storages cross; which one, if it is one (the sum of their indices); how many forbid a cut, because they
-        are between two of their writes, or are buffers that the model computes.
+        How many storages cross; the sum of their indices, which is the index if one crosses; how many forbid a cut,
+        because they are between two of their writes, or are buffers that the model computes.
         """
         crossing, which, blocked = ([0] * (self._length + 1) for _ in range(3))
         initial = frozenset(self.program.initial)
 
         def add(to: list[int], after: int, until: int, what: int) -> None:
-            # It crosses from behind the op that makes it to in front of its last reader.
+            # A storage crosses from right after op ``after`` to right before op ``until``.
             if until > after:
                 to[after + 1] += what
                 to[until + 1] -= what
 
         for s, p in self.made.items():
-            # What no parameter has a part in crosses nothing, as if nobody read it.
+            # A storage that no parameter has a part in crosses nothing, as if nobody read it.
             read = self.read.get(s, p) if s in self.learned else p
             if s in initial:  # a buffer that the model computes, and reads
                 add(blocked, p, read, 1)
@@ -236,7 +237,7 @@ def _no_cut(
     within = [p for p in range(1, len(forward)) if forward[p - 1] in inside and forward[p] in inside]
     positions = [p for p in within if crossing[p] > 0]
     if positions:
-        # The nearest to a cut, and of equals the one in the middle.
+        # The position nearest to being a cut; of equal ones, that nearest to the middle.
         p = min(positions, key=lambda p: (crossing[p] + blocked[p], abs(2 * p - len(forward))))
         message += f" The fewest cross before {program.ops[forward[p]].name} (op {forward[p]})."
     return message + " Plan with another solver, which needs no chain: sacplan.plan(profile, budget)."

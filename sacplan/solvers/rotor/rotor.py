@@ -34,7 +34,7 @@ from sacplan.solvers.rotor.chain import Chain, ChainSizes
 KEEP_ALL = 0
 """In ``RotorResult.choices``: run the first stage keeping everything. A choice j > 0 keeps only ``x_j``."""
 INFEASIBLE = -1
-"""In ``RotorResult.choices``: the memory is not enough."""
+"""In ``RotorResult.choices``: that much memory is not enough."""
 
 
 class OperationKind(str, Enum):
@@ -52,8 +52,8 @@ class Operation:
     """One step of the sequence.
 
     Attributes:
-        kind: "keeping the input" leaves ``x_stage`` where it is, "keeping nothing" drops it, both leave only
-            the output behind; "keeping all" leaves the input and everything that the stage saves.
+        kind: "keeping the input" keeps ``x_stage`` and the output; "keeping nothing" drops ``x_stage`` and keeps
+            only the output; "keeping all" keeps ``x_stage`` and everything that the stage saves.
         stage: from 0; the loss is the stage after the last.
     """
 
@@ -74,11 +74,11 @@ class RotorResult:
         total_ms: of one step, recomputation included: ``table[slots - x_0, 0, L]``.
         peak_bytes: the largest memory of the sequence in the chain's own bytes, the input included.
         table: ``table[m, i, l]``, float64, shape (slots + 1, L + 1, L + 1): the least time for forward and backward
-            of stages i to l with m slots beside ``x_i``; inf where m is not enough, and where i > l.
+            of stages i to l with m slots in addition to ``x_i``; inf where m is not enough, and where i > l.
         choices: for each cell of the table, how: j > 0 (run to j keeping only ``x_j``), ``KEEP_ALL`` (0; each
             feasible cell i = l too) or ``INFEASIBLE`` (-1). Integers, of the same shape.
         operations: the sequence to run.
-        strict: whether the table counts the gradient behind a segment in choice (b); see ``rotor``.
+        strict: whether the table counts the gradient of a segment's output in choice (b); see ``rotor``.
         chain, budget_bytes, slots: the arguments of ``rotor``.
     """
 
@@ -117,9 +117,9 @@ def rotor(chain: Chain, budget_bytes: int, slots: int = 500) -> RotorResult:
     row from left to right. The input stays throughout: the answer is at ``C[slots - x_0][0][L]``.
 
     In (b), forward of stage i with everything kept is charged room for the gradient of its own output, ``x_{i+1}``,
-    through ``C[m][i][i]``. The paper charges the gradient that does wait then, the one behind the segment: ``m >=
-    x_{l+1} + xbar_{i+1} + ftmp_i``. Where ``x_{l+1}`` is the smaller, the recurrence is careful. Where it is the
-    larger and ``ftmp_i`` is large too, the sequence could go over the budget: then (seldom) the tables are made
+    through ``C[m][i][i]``. The paper charges the gradient that does wait then, that of the segment's output: ``m >=
+    x_{l+1} + xbar_{i+1} + ftmp_i``. Where ``x_{l+1}`` is smaller than ``x_{i+1}``, the recurrence is careful. Where it
+    is larger and ``ftmp_i`` is large too, the sequence could go over the budget: then (seldom) the tables are made
     again with the paper's condition as well, and ``strict`` is True.
 
     Args:
@@ -175,7 +175,7 @@ def tables_of(chain: Chain, sizes: ChainSizes, slots: int, strict: bool) -> Tabl
       where it stopped): there the same sums give the same minimum and the same choice, so they are copied.
       Where a segment fits without recomputation at all, that is most of the axis.
 
-    Peak memory is the two tables that are returned, 10 bytes a cell, and O(slots L) beside them.
+    Peak memory is that of the two returned tables, 10 bytes a cell, and O(slots L) more.
     """
     f, b = (*chain.forward_ms, 0.0), chain.backward_ms
     x, xbar, ftmp, btmp = sizes.x, sizes.xbar, sizes.ftmp, sizes.btmp
@@ -211,7 +211,7 @@ def tables_of(chain: Chain, sizes: ChainSizes, slots: int, strict: bool) -> Tabl
                 which = both.argmin(axis=0)  # the first one, so the least j
                 best = sums[which * width + column[:width]]
                 which += i + 1
-                # ``argmin`` answers 0 where nothing fits.
+                # Where nothing fits, ``argmin`` has answered 0.
                 which[best == np.inf] = INFEASIBLE
                 if low_b < high:
                     keep_all = (f[i] + b[i]) + C[l, i + 1, low_b - xbar[i + 1] : high - xbar[i + 1]]
@@ -247,40 +247,40 @@ def _operations(
 ) -> tuple[Operation, ...]:
     """Read the sequence off the choices. The table at the entry is finite."""
     kinds = OperationKind
-    found: list[Operation] = []
+    operations: list[Operation] = []
     todo: list[Operation | tuple[int, int, int]] = [(slots - sizes.x[0], 0, stages)]  # the last comes first
     while todo:
         item = todo.pop()
         if isinstance(item, Operation):
-            found.append(item)
+            operations.append(item)
             continue
         m, i, last = item
         if i == stages:
-            found.append(Operation(kinds.LOSS, i))
+            operations.append(Operation(kinds.LOSS, i))
         elif choices[m, i, last] == KEEP_ALL:
-            found.append(Operation(kinds.FORWARD_KEEP_ALL, i))
+            operations.append(Operation(kinds.FORWARD_KEEP_ALL, i))
             # Pushed first, so that it comes after all that lies between forward and backward of the stage.
             todo.append(Operation(kinds.BACKWARD, i))
             if i < last:
                 todo.append((m - sizes.xbar[i + 1], i + 1, last))
         else:
             j = int(choices[m, i, last])
-            found.append(Operation(kinds.FORWARD_KEEP_INPUT, i))
-            found.extend(Operation(kinds.FORWARD_KEEP_NOTHING, k) for k in range(i + 1, j))
+            operations.append(Operation(kinds.FORWARD_KEEP_INPUT, i))
+            operations.extend(Operation(kinds.FORWARD_KEEP_NOTHING, k) for k in range(i + 1, j))
             todo.append((m, i, j - 1))
-            # A stack: the segment behind j runs first, then stages i to j - 1 again from ``x_i``.
+            # A stack: stages j to the last run first, then stages i to j - 1 again from ``x_i``.
             todo.append((m - sizes.x[j], j, last))
-    return tuple(found)
+    return tuple(operations)
 
 
 def peak(sizes: ChainSizes, operations: Sequence[Operation]) -> tuple[int, int]:
     """Return the largest memory of a sequence from ``rotor``, in the unit of the sizes, and the operation that has it.
 
-    A gradient takes the place of the value that it belongs to, or comes on top if that one is part of what a
-    stage saved. The gradient of the input is not counted, the input always.
+    A gradient takes the place of the value that it belongs to, or comes on top if that value is part of what a
+    stage saved. The gradient of the input is never counted, the input always.
     """
     x, xbar, ftmp, btmp = sizes.x, sizes.xbar, sizes.ftmp, sizes.btmp
-    saved = [False] * len(x)  # by i: whether x_i is part of what stage i - 1 saved, its last forward
+    saved = [False] * len(x)  # by i: whether x_i is part of what stage i - 1 saved in its last forward
     now = x[0]
     largest, where = now, 0
     for at, operation in enumerate(operations):
@@ -310,16 +310,16 @@ def _fits(chain: Chain, budget_bytes: int, slots: int) -> bool:
 
 
 def _least_slots(sizes: ChainSizes) -> int:
-    """Return the least memory with which ``C[m][0][L]`` is finite, the input included; the same if strict.
+    """Return the least number of slots with which ``C[m][0][L]`` is finite, plus the input's; the same if strict.
 
     The same recurrence with (max, min) for (sum, min), and no memory axis: a cell is finite from some m on. One
     diagonal l - i at a time, O(L^3). The strict condition changes nothing here: where ``xbar_{i+1} <= x_{i+1}`` the
-    forward sweep needs as much anyway, and else (a) with j = i + 1 gets by with no more than (b).
+    forward sweep needs as much anyway, and elsewhere (a) with j = i + 1 needs no more than (b).
     """
     x, xbar, ftmp, btmp = (np.array(a, dtype=np.int64) for a in (sizes.x, sizes.xbar, sizes.ftmp, sizes.btmp))
     n = len(btmp)
     need = np.empty((n, n), dtype=np.int64)  # [i, l - i]
-    held = np.empty((n, n), dtype=np.int64)  # [l, l - i]: that of (i, l) and x_i
+    held = np.empty((n, n), dtype=np.int64)  # [l, l - i]: the need of (i, l), plus x_i
     need[:, 0] = x[1:] + xbar[1:] + np.maximum(ftmp, btmp)
     held[:, 0] = x[:-1] + need[:, 0]
     step = x[1:] + ftmp
@@ -353,12 +353,12 @@ def _infeasible(chain: Chain, budget_bytes: int, slots: int) -> InfeasibleBudget
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if _fits(chain, middle, slots) else (middle, high)
-    found = _solve(chain, high, slots)
-    binding = str(found.operations[peak(chain.in_slots(high, slots), found.operations)[1]])
+    solved = _solve(chain, high, slots)
+    binding = str(solved.operations[peak(chain.in_slots(high, slots), solved.operations)[1]])
     return InfeasibleBudget(
         f"rotor: no sequence runs this chain of {len(chain)} stages in {format_bytes(budget_bytes)} ({budget_bytes} "
         f"bytes). The smallest budget that works with {slots} slots is {format_bytes(high)} ({high} bytes; "
-        f"{found.total_ms:.6g} ms, {chain.step_ms:.6g} ms without recomputation), bound by: {binding}. Give at least "
+        f"{solved.total_ms:.6g} ms, {chain.step_ms:.6g} ms without recomputation), bound by: {binding}. Give at least "
         f"budget_bytes={high}, cut the largest stages in two, or make the batch smaller.",
         budget_bytes=budget_bytes,
         smallest_feasible_bytes=high,

@@ -1,9 +1,9 @@
 """Plans from Rotor's sequences: how often a sequence drops each stage, as decisions about call sites.
 
 Rotor counts memory its own way: whole stages, in slots, with room for gradients that may not be there. The peak that
-counts is that of the rewritten program. So ``sequences`` moves the budget that Rotor is asked for, by secant steps and
-then by bisection, until that peak is just under the budget. The result is optimal for the chain, not for the step.
-Less runs again than Rotor assumes: not whole stages, but the ops that the backward pass asks for.
+counts is that of the rewritten program. So ``sequences`` moves the budget that Rotor is given, by secant steps and
+then by bisection, until that peak is just under the plan's budget. The result is optimal for the chain, not for the
+step. Less runs again than Rotor assumes: not whole stages, but the ops that the backward pass asks for.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Rotor:
 
     Attributes:
         slots: as for ``sacplan.rotor``.
-        stages: the most that the chain is solved with; of a longer one, neighbouring stages are joined. Time grows with
-            the third power of it, and memory with the square.
+        stages: the most that the chain is solved with; of a longer chain, neighbouring stages are joined. Time grows
+            with the third power of ``stages``, and memory with the square.
     """
 
     slots: int = 500
@@ -59,7 +59,7 @@ class Rotor:
         return ("recompute",)
 
     def proposals(self, step: PlanStep, budget_bytes: int) -> Sequence[tuple[Recompute, ...]]:
-        """Return its sequences for a budget, or for the smallest peak, as decisions about call sites.
+        """Return Rotor's sequences for a budget, or for the smallest peak, as decisions about call sites.
 
         Raises:
             PlanError: the model is no chain, or pins do not leave it one unit.
@@ -71,12 +71,12 @@ class Rotor:
                 f"no unit may be around some modules in it ({pins.said}). Use another solver, or keep= instead."
             )
         found = sequences(program, budget_bytes, self, pins.kept_ops)
-        return [as_decisions(narrowed(program, each.discarded)) for each in found]
+        return [as_decisions(narrowed(program, planned.discarded)) for planned in found]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedSequence:
-    """A sequence, the call sites that it discards, and the memory of the step with that."""
+    """A sequence, the call sites that it discards, and the memory of the step that discards them."""
 
     result: RotorResult
     discarded: Discarded
@@ -93,7 +93,7 @@ def unit_of(program: Program) -> str:
 
 
 def _stages(program: Program, solver: Rotor) -> Stages:
-    """Return the stages of a program; made once, so that several budgets share them."""
+    """Return the stages of a program. Without ``most`` where it changes nothing, so that all budgets share them."""
     is_longer = len(find_cuts(program).boundary) > solver.stages
     return stages_of(program, solver.stages) if is_longer else stages_of(program)
 
@@ -101,7 +101,7 @@ def _stages(program: Program, solver: Rotor) -> Stages:
 def sequences(
     program: Program, budget_bytes: int, solver: Rotor, kept: frozenset[int]
 ) -> list[PlannedSequence]:
-    """Return sequences for budgets around the one that is asked for, and the one for the smallest budget of all.
+    """Return the sequence for Rotor's smallest feasible budget, and sequences for budgets around the one asked for.
 
     If Rotor can hold the budget at all, some of the peaks are under it, and the best is near it.
 
@@ -117,27 +117,27 @@ def sequences(
     stages = _stages(program, solver)
     tried = [_planned(program, stages, _result(stages, 0, solver), kept)]
     asked = budget_bytes - stages.fixed_bytes
-    # Rotor's budgets: the largest that held, and the smallest that did not.
+    # Rotor's budgets: the largest whose peak held ``budget_bytes``, and the smallest whose peak did not.
     low, high = tried[0].result.budget_bytes, None
-    # Invariant: ``low`` held the budget (or is the least that Rotor can ask for), ``high`` did not. The next
-    # one is asked for by the difference that the last one missed; by bisection where that leaves the interval.
+    # Invariant: ``low`` held (or is the least that Rotor can be given), ``high`` did not. The next one differs from
+    # the last by what the peak missed; where that leaves the interval, it is the middle.
     for _ in range(_ROUNDS):
-        # Nothing is left in between, or less is asked for than Rotor can hold.
+        # Nothing is left in between, or Rotor cannot hold so little.
         if asked <= low or (high is not None and asked >= high):
             break
         result = _result(stages, asked, solver)
-        found = _planned(program, stages, result, kept)
-        tried.append(found)
-        off = budget_bytes - found.footprint.peak_bytes
-        if off >= 0:
+        planned = _planned(program, stages, result, kept)
+        tried.append(planned)
+        room = budget_bytes - planned.footprint.peak_bytes
+        if room >= 0:
             low = asked
         else:
             high = asked
-        # It holds, and nothing runs again, or less than one slot is left: no larger budget gives a better
+        # The peak holds, and nothing runs again, or less than one slot is left: no larger budget gives a better
         # sequence.
-        if off >= 0 and (not found.footprint.recompute_ms or off < result.budget_bytes // solver.slots):
+        if room >= 0 and (not planned.footprint.recompute_ms or room < result.budget_bytes // solver.slots):
             break
-        asked += off
+        asked += room
         if high is not None and not low < asked < high:
             asked = (low + high) // 2
     return tried
@@ -153,7 +153,7 @@ def _result(stages: Stages, budget_bytes: int, solver: Rotor) -> RotorResult:
 
 def _planned(program: Program, stages: Stages, result: RotorResult, kept: frozenset[int]) -> PlannedSequence:
     drops = drops_of(stages, result.operations)
-    # What is written in place later is made again as often as those want it that read it before.
+    # A version that is overwritten later is made again as often as the reader that runs again most often.
     for s, maker in program.overwritten.items():
         wanted = max((drops.get(op, 0) for op in program.readers.get(s, ())), default=0)
         if wanted > drops.get(maker, 0):

@@ -1,4 +1,4 @@
-"""Turn a recorded step into a chain of stages for Rotor: times, sizes, and the part that each op has in them.
+"""Turn a recorded step into a chain of stages for Rotor: times, sizes, and the role of each op in its stage.
 
     stages = stages_of(profile.program)
     found = sacplan.rotor(stages.chain, budget_bytes - stages.fixed_bytes)
@@ -8,8 +8,8 @@
 extra memory of every stage that runs while it is alive (``_homes``).
 
 So the model is safe: if everything is kept, Rotor's memory of the chain plus ``fixed_bytes`` is never less than the
-memory of the recorded step at any op of the forward and the backward pass. It is more where the gradient of a boundary
-takes no memory (the loss is a sum), and before a fixed storage has been made.
+memory of the recorded step at any op of the forward and the backward pass. Rotor's is larger where the gradient of a
+boundary takes no memory (the loss is a sum), and before a fixed storage has been made.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _EXTRA = -3  # in ftmp and btmp of every stage that runs while it is alive
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A recorded step as a chain: L stages and the loss behind them.
+    """A recorded step as a chain: L stages and the loss after them.
 
     Attributes:
         chain: times in milliseconds, whole bytes.
         ops: the forward ops of each stage, then those of the loss (L + 1).
-        boundary: by stage, the storage that crosses behind it (L); the last is what the loss reads.
+        boundary: by stage, the storage that crosses to the next stage (L); the last is what the loss reads.
         fixed_bytes: alive throughout and in none of the chain's sizes: parameters, buffers, optimizer state, library
             workspaces, masks that several stages read, what autograd saves of ops that cannot run again.
         unit: the innermost module around all stages that a sequence could run again (the loss never is).
-        makers: by stage, the ops that write the boundary behind it, those that write it in place included (L).
+        makers: by stage, the ops that write its boundary, those that write it in place included (L).
         path: by stage, the other ops that the boundary needs (L).
-        side: by stage, the ops that only its backward needs (L).
+        side: by stage, the ops that only the stage's backward needs (L).
 
     ``makers``, ``path`` and ``side`` are without ops that cannot run again, that run outside of ``unit``, or that make
     what is fixed.
@@ -79,20 +79,20 @@ def stages_of(program: Program, most: int | None = None) -> Stages:
 
     - ``f_i`` and ``b_i``: times of the ops. Backward of stage i lasts until autograd first asks for what an earlier
       stage saved, or runs an op of a module, or reads an input, that only earlier stages ran or read. The loss is all
-      that runs behind the last cut, in the model and outside of it; both its passes are in ``b_L``. The optimizer is in
+      that runs after the last cut, in the model and outside of it; both its passes are in ``b_L``. The optimizer is in
       no stage.
     - ``x_i``: the boundary, and what the op that makes it has to keep for autograd with it (the indices of a max-pool);
       ``x_0`` is what the first stage reads of the batch.
     - ``xbar_{i+1}``: what stage i made and autograd holds, and ``x_{i+1}``.
-    - ``ftmp_i``: the most that forward of the stage needs beside ``x_i`` and ``x_{i+1}`` if autograd holds nothing,
-      or beside ``x_i`` and ``xbar_{i+1}`` if it holds everything: the larger. Workspaces are in it.
-    - ``btmp_i``: the most that is alive in backward of the stage beside what earlier stages made, ``xbar_{i+1}`` and
-      room for one gradient of the size of ``x_{i+1}``. The gradients of parameters made so far are in it.
+    - ``ftmp_i``: the most that forward of the stage needs in addition to ``x_i`` and ``x_{i+1}`` if autograd holds
+      nothing, or to ``x_i`` and ``xbar_{i+1}`` if it holds everything: the larger. Workspaces are in it.
+    - ``btmp_i``: the most that is alive in backward of the stage in addition to what earlier stages made,
+      ``xbar_{i+1}`` and room for one gradient of the size of ``x_{i+1}``. Parameter gradients made so far are in it.
 
     A storage that code, but not autograd, holds beyond its stage (an output of the model that is no boundary) is in
     ftmp and btmp as long as it lives. All boundaries count as if they could be dropped. Some cannot: code holds them
-    beyond the stage that reads them, or their op cannot run again. But in ``fixed_bytes`` they would be charged for
-    throughout, though most are gone when the backward pass has come past them.
+    beyond the stage that reads them, or their op cannot run again. But ``fixed_bytes`` would charge for them
+    throughout, though most are gone once the backward pass has come past them.
 
     Raises:
         PlanError: the model was not called exactly once, or its forward has no cut.
@@ -113,7 +113,7 @@ def stages_of(program: Program, most: int | None = None) -> Stages:
             x[0] = xbar[0] = x[0] + size[s]
         elif 0 <= home < last:
             xbar[home + 1] += size[s]
-            # What the boundary's op makes with it (indices of a max-pool) is there whenever the boundary is.
+            # What the boundary's op makes along with it (indices of a max-pool) exists whenever the boundary does.
             if s == cuts.boundary[home] or program.writer[s] in makers[home]:
                 x[home + 1] += size[s]
     backward_of = _backward_of(program, stage_of)
@@ -122,7 +122,7 @@ def stages_of(program: Program, most: int | None = None) -> Stages:
     backward_ms = [0.0] * (last + 1)
     for op, stage in backward_of.items():
         backward_ms[stage] += program.ops[op].time_ms
-    # The loss runs once, there and back: it is never run again.
+    # The loss runs once, forward and backward: so both times are one entry.
     backward_ms[last] += forward_ms.pop()
     chain = Chain(
         tuple(forward_ms),
@@ -167,25 +167,24 @@ def drops_of(stages: Stages, operations: Sequence[Operation]) -> dict[int, int]:
             and before.kind not in (OperationKind.LOSS, OperationKind.BACKWARD)
         ):
             dropped[before.stage] += 1
-    found: dict[int, int] = {}
+    drops: dict[int, int] = {}
     for k in range(len(stages)):
-        found.update(dict.fromkeys(stages.makers[k], dropped[k]))
-        found.update(dict.fromkeys(stages.path[k], runs[k] - 1))
-        # At most once: no later run of the stage's forward asks for it, only its backward.
-        found.update(dict.fromkeys(stages.side[k], int(runs[k] > 1)))
-    return {op: times for op, times in sorted(found.items()) if times > 0}
+        drops.update(dict.fromkeys(stages.makers[k], dropped[k]))
+        drops.update(dict.fromkeys(stages.path[k], runs[k] - 1))
+        # At most once: the stage's backward asks for these ops, and no later run of its forward does.
+        drops.update(dict.fromkeys(stages.side[k], int(runs[k] > 1)))
+    return {op: times for op, times in sorted(drops.items()) if times > 0}
 
 
 def _homes(
     program: Program, cuts: ForwardCuts, stage_of: Mapping[int, int], droppable: Collection[int]
 ) -> list[int]:
-    """Return, by storage, the stage in whose sizes it is, or one of the three homes above. Later rules win."""
+    """Return, by storage, the stage in whose sizes it is, or one of the three homes above."""
     homes = [_EXTRA] * len(program.storage_bytes)
     initial = frozenset(program.initial)
+    # Each rule overwrites those before it: what autograd saves; boundaries; what is there throughout; the input.
     for stage, ops in enumerate(cuts.ops):
         for op in ops:
-            # Each rule overwrites those before it: what autograd saves; boundaries; what is there throughout;
-            # the input.
             stays = op not in droppable and stage < len(cuts.boundary)  # it cannot run again
             home = _FIXED if stays else stage
             for s in program.ops[op].writes:
@@ -220,20 +219,20 @@ def _left_over(program: Program, stage_of: Mapping[int, int]) -> list[int]:
 
 
 def _backward_of(program: Program, stage_of: Mapping[int, int]) -> dict[int, int]:
-    """Return, by op of the backward pass, the stage that it is backward of.
+    """Return, by op of the backward pass, the stage to whose backward it belongs.
 
-    The stage only falls: once autograd has asked for a tensor of an earlier stage, the later ones are done.
+    The stage only falls: once autograd has asked for a tensor of an earlier stage, later stages are done.
     """
     latest = _Latest(program, stage_of)
     now = loss = max(stage_of.values())
-    found: dict[int, int] = {}
+    backward_of: dict[int, int] = {}
     for code, arg in program.events:
         if code == Event.UNPACK:
-            # A handle of no forward op counts as the loss's, which changes nothing.
+            # A handle of no forward op counts as the loss's, so it does not lower the stage.
             now = min(now, stage_of.get(program.handle_ops[program.instance_handles[arg]], loss))
         elif code == Event.OP and arg not in stage_of and program.ops[arg].phase is not Phase.OPTIMIZER:
-            now = found[arg] = min(now, latest.stage(arg))
-    return found
+            now = backward_of[arg] = min(now, latest.stage(arg))
+    return backward_of
 
 
 def _extra_bytes(
@@ -244,7 +243,7 @@ def _extra_bytes(
     x: Sequence[int],
     xbar: Sequence[int],
 ) -> tuple[list[int], list[int]]:
-    """Return ``ftmp`` and ``btmp``, with the loss: the most that is alive beside the sizes, without a plan."""
+    """Return ``ftmp`` and ``btmp`` by stage, the loss last: the most that is alive beyond the sizes, without a plan."""
     liveness, loss = program.liveness, len(cuts.boundary)
     inside = np.array(program.inside_bytes, dtype=np.int64)
     at_home: dict[int, list[int]] = defaultdict(list)
@@ -269,7 +268,7 @@ def _extra_bytes(
         backward_extra[stage] = max(0, most(backward_ops[stage], from_here_on) - output - saved)
         if stage < loss:
             unsaved = liveness.bytes_held(at_home[stage], but_for_autograd=True)
-            # Two ways to run forward, one number for both: the larger, so that neither goes over.
+            # Forward runs in two ways, with one number for both: the larger, so that neither way goes over.
             keeping_nothing = most(cuts.ops[stage], unsaved + elsewhere_unsaved) - output
             keeping_all = most(cuts.ops[stage], held + elsewhere) - saved
             forward_extra[stage] = max(0, keeping_nothing, keeping_all)
@@ -289,7 +288,7 @@ class _Latest:
         if program.gathering:
             kinds = program.storage_kinds
             initial = frozenset(s for s in initial if kinds[s] is not StorageKind.PARAMETER)
-        # In the order of ops: the last stage that uses a module, or an input, counts.
+        # In the order of ops, so that the last stage that uses a module, or an input, counts.
         for i, stage in sorted(stage_of.items()):
             op = program.ops[i]
             self._of_scope[op.scope] = stage
@@ -321,20 +320,20 @@ def _roles(
     for ops, boundary in zip(cuts.ops, cuts.boundary, strict=False):
         by_role: dict[str, list[int]] = defaultdict(list)
         needed = {boundary}
-        for op in reversed(ops):
-            made = program.ops[op]
-            # Backwards, so that every reader on the path is known before the op that it reads from.
-            written = {*made.writes, *made.mutates}
+        # Backwards, so that every reader on the path is known before the op that it reads from.
+        for index in reversed(ops):
+            op = program.ops[index]
+            written = {*op.writes, *op.mutates}
             role = "side"
             if any(cuts.base[s] == cuts.base[boundary] for s in written):
                 role = "makers"
             elif written & needed:
                 role = "path"
             if role != "side":
-                # What is fixed is there, so that whatever made it is not needed again.
-                needed.update(s for s in made.reads if homes[s] != _FIXED)
-            if op in droppable and not any(homes[s] == _FIXED for s in made.writes):
-                by_role[role].append(op)
+                # Fixed storages stay, so the ops that made them are not needed again.
+                needed.update(s for s in op.reads if homes[s] != _FIXED)
+            if index in droppable and not any(homes[s] == _FIXED for s in op.writes):
+                by_role[role].append(index)
         makers.append(tuple(reversed(by_role["makers"])))
         path.append(tuple(reversed(by_role["path"])))
         side.append(tuple(reversed(by_role["side"])))

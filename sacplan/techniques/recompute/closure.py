@@ -13,8 +13,8 @@ For a price ``lam`` the cut minimises ``recompute_ms + lam * kept_bytes`` over
 
 Divided by ``lam``, only capacities into the sink depend on the price, and all in the same direction. So the
 smallest minimum cuts are nested (Gallo, Grigoriadis and Tarjan 1989): a higher price only discards more. The
-hull is found by solving at the slope of the chord between two known vertices; what both agree on is
-contracted first, so that later cuts are small.
+hull is found by solving at the slope of the chord between two known vertices; the ops on which both vertices
+agree are contracted first, so that later cuts are small.
 
 Optimal: every vertex of the lower hull over *all* sets of discarded ops is found, each with the smallest set
 that reaches it. Capacities are Python integers (times as scaled binary fractions), so nothing is rounded. Points
@@ -55,12 +55,7 @@ class ClosureOp:
 
 @dataclass(frozen=True, slots=True)
 class ClosureProblem:
-    """The ops of one unit and the storages between them.
-
-    Raises:
-        PlanError: an index, a time or a size is out of range, or a storage has two writers of which one is
-            discardable.
-    """
+    """The ops of one unit and the storages between them. If a storage has several writers, none is discardable."""
 
     ops: tuple[ClosureOp, ...]
     storage_bytes: tuple[int, ...]
@@ -113,7 +108,7 @@ def tradeoff(problem: ClosureProblem, max_points: int = 24, between: int = 0) ->
     """Return the lower hull of kept bytes against recompute time, by decreasing bytes.
 
     The first point discards nothing. The last keeps the fewest bytes that any set can reach, as cheaply as
-    possible. No point in between lies on the line through its neighbours.
+    possible. No vertex in between lies on the line through its neighbours.
 
     Args:
         max_points: the most vertices, 2 at least; if there are more, those that lie furthest (in ms) below the hull so
@@ -124,12 +119,12 @@ def tradeoff(problem: ClosureProblem, max_points: int = 24, between: int = 0) ->
     vertices = _hull(problem, max_points)
     points = [_point(problem, vertex.ops) for vertex in vertices]
     if between:
-        found = [
+        inner = [
             point
             for left, right in itertools.pairwise(points)
             for point in _spread(_greedy(problem, left, right), left, right, between)
         ]
-        points = _merge(points, found)
+        points = _merge(points, inner)
     return tuple(points)
 
 
@@ -151,8 +146,8 @@ def with_neighbours(
         for op in targets:
             if len(found) >= most:
                 break
-            # To keep a target needs no further ops: ``evaluate`` drops those that only this one needed. To
-            # discard one also discards what it takes to run it again.
+            # Keeping a target takes no further ops: ``evaluate`` drops those that only this target needed.
+            # Discarding a target also discards the ops that it takes to run it again.
             if op in point.discarded:
                 near = evaluate(problem, point.discarded - {op})
             else:
@@ -234,7 +229,7 @@ class Hull:
         self.last = self._solve(frozenset(), everything, 1, sum(self._costs) + 1)
 
     def between(self, left: Vertex, right: Vertex) -> tuple[Fraction, Vertex] | None:
-        """Return the vertex furthest below the line through two others, and its distance in cost; None if none is."""
+        """Return (distance in cost, vertex) of the vertex furthest below the line through both; None if none is."""
         if len(right.ops) - len(left.ops) < 2:  # the sets are nested: nothing fits between
             return None
         # Weighing cost and bytes by the chord makes both ends equally good, so anything better lies below it.
@@ -266,9 +261,9 @@ def _hull(problem: ClosureProblem, max_points: int) -> list[Vertex]:
     look_below(hull.first, hull.last)
     vertices = [hull.first, hull.last]
     while queue and len(vertices) < max_points:
-        _, _, left, middle, right = heapq.heappop(queue)
         # The interval with the largest gap first: if ``max_points`` ends the search, what is missing matters
         # least.
+        _, _, left, middle, right = heapq.heappop(queue)
         vertices.append(middle)
         look_below(left, middle)
         look_below(middle, right)
@@ -306,8 +301,8 @@ def _cut(
                 terminal[here] += per_byte * charge[storage]
         for storage in set(ops[op].reads):
             made_by = writer[storage]
-            # It costs something only if it has bytes, is not there already, and is made neither by an op that
-            # surely runs again nor by the reader itself.
+            # A storage costs something only if it has bytes, is not available already, and is made neither by an
+            # op that surely runs again nor by the reader itself.
             if storage not in available and charge[storage] and made_by not in low and made_by != op:
                 readers.setdefault(storage, []).append(here)
 
@@ -324,11 +319,11 @@ def _cut(
             else:
                 edges.append((reading[0], into, price))
             continue
-        here = len(terminal)
+        between = len(terminal)
         terminal.append(-price if into is None else 0)
-        edges.extend((reader, here, unlimited) for reader in reading)
+        edges.extend((reader, between, unlimited) for reader in reading)
         if into is not None:
-            edges.append((here, into, price))
+            edges.append((between, into, price))
     chosen = source_side(terminal, edges)
     return low | {op for op in open_ops if chosen[node[op]]}
 
@@ -339,8 +334,8 @@ def _cut(
 def _greedy(problem: ClosureProblem, left: TradeoffPoint, right: TradeoffPoint) -> list[TradeoffPoint]:
     """Return reachable points on the way from ``left`` to ``right``.
 
-    Repeatedly discards the saved storage that ``right`` recomputes and ``left`` does not and that is currently
-    cheapest per byte, with the ops that it needs. Every set looked at along the way is a candidate.
+    Of the saved storages that only ``right`` recomputes, repeatedly discards the one that is currently cheapest per
+    byte, with the ops that it takes to recompute it. Every set looked at along the way is a candidate.
     """
     writer, charge, ops = problem._writer, problem._charge, problem.ops
     extra = right.discarded - left.discarded
@@ -356,7 +351,7 @@ def _greedy(problem: ClosureProblem, left: TradeoffPoint, right: TradeoffPoint) 
     # (kept bytes, time, step, op): what discarding ``op`` after the first ``step`` ops of ``order`` leads to.
     looked_at: list[tuple[int, float, int, int]] = []
     gains: dict[int, tuple[int, float]] = {}
-    changed = targets  # whose gains have to be computed
+    changed = targets  # the targets whose gains have to be computed
     while targets:
         for op in changed:
             new = needs[op] - current
@@ -410,7 +405,7 @@ def _spread(
 
 
 def _merge(vertices: list[TradeoffPoint], found: list[TradeoffPoint]) -> list[TradeoffPoint]:
-    """Return both together by decreasing bytes, without those of ``found`` that another point dominates."""
+    """Return vertices and ``found`` by decreasing bytes, without points of ``found`` that another one dominates."""
     first, last = vertices[0], vertices[-1]
     inner = sorted((*vertices[1:], *found), key=lambda point: (point.recompute_ms, point.kept_bytes))
     merged = [first]

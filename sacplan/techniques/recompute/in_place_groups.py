@@ -18,7 +18,7 @@ Group = tuple[int, ...]
 
 
 def in_place_groups(program: Program, groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Join the groups of ops that in-place writes tie; in the order of their first ops."""
+    """Return the groups in the order of their first ops, with those joined that in-place writes tie."""
     if not program.overwritten:
         return tuple(groups)
     group_of = {op: at for at, group in enumerate(groups) for op in group}
@@ -39,8 +39,8 @@ def in_place_groups(program: Program, groups: Sequence[Group]) -> tuple[Group, .
 def discardable(program: Program, group: Group) -> bool:
     """Whether a group may run again.
 
-    Each of its ops must be able to. The group must have the op that made each overwritten version that one of them
-    reads, and all readers of each overwritten version that one of them makes.
+    Each of its ops must be able to run again by itself. And of every overwritten version that the group reads, it must
+    contain the maker; of every one that it makes, all readers.
     """
     ops, inside = program.ops, set(group)
     return all(
@@ -54,22 +54,22 @@ def discardable(program: Program, group: Group) -> bool:
 def reading_lost_versions(program: Program, unit: str, sites: Collection[CallSite]) -> dict[CallSite, bool]:
     """Return the call sites that read an overwritten version which is not made again in the same call.
 
-    True: only the version that the op itself overwrites, so that the executor and the rewrite keep both.
+    True: the op loses only the version that it overwrites itself. The executor and the rewrite keep such an op anyway.
 
-    Decisions that were not made by groups (Rotor's, a user's policy) may have such sites. To leave one out may make
-    another invalid, but only a later one: makers come before their readers, so one pass suffices.
+    Decisions that were not made by groups (Rotor's, a user's policy) may have such sites. Leaving a site out may make
+    others invalid, but only later ones: makers come before their readers, so one pass suffices.
     """
-    found: dict[CallSite, bool] = {}
+    may_stay: dict[CallSite, bool] = {}
     # Calls are looked at one by one, but a site that fails in one call is left out in all: a decision names sites.
     for scope in program.calls.get(unit, ()) if program.overwritten else ():
-        made: set[int] = set()  # ops that run again; makers come before readers
+        runs_again: set[int] = set()  # complete for each op, since makers come before readers
         for op, site in program.sites(scope).items():
-            if site not in sites or site in found:
+            if site not in sites or site in may_stay:
                 continue
             makers = {s: program.overwritten.get(s) for s in program.ops[op].reads}
-            lost = [s for s, maker in makers.items() if maker is not None and maker not in made]
+            lost = [s for s, maker in makers.items() if maker is not None and maker not in runs_again]
             if lost:
-                found[site] = lost == [program.ops[op].replaces]
+                may_stay[site] = lost == [program.ops[op].replaces]
             else:
-                made.add(op)
-    return found
+                runs_again.add(op)
+    return may_stay

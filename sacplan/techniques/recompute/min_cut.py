@@ -30,7 +30,7 @@ def source_side(terminal: list[int], edges: list[tuple[int, int, int]]) -> list[
     out: list[list[int]] = [[] for _ in range(sink + 1)]
 
     def connect(tail: int, tip: int, capacity: int) -> None:
-        # An edge and its reverse are neighbours, so ``edge ^ 1`` is the other one.
+        # An edge and its reverse are neighbours in ``head``, so ``edge ^ 1`` is the reverse of ``edge``.
         out[tail].append(len(head))
         out[tip].append(len(head) + 1)
         head.extend((tip, tail))
@@ -56,8 +56,8 @@ def source_side(terminal: list[int], edges: list[tuple[int, int, int]]) -> list[
                     level[tip] = level[v] + 1
                     reached.append(tip)
         if level[sink] < 0:
-            # No augmenting path is left, so the flow is maximal. What the search still reached is the source
-            # side.
+            # No augmenting path is left, so the flow is maximal. The nodes that this search reached are the
+            # source side.
             return [depth >= 0 for depth in level[:source]]
         position = [0] * (sink + 1)  # by node, the first edge that is not known to be useless in this phase
         path: list[int] = []  # edges from the source to ``v``

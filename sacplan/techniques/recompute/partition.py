@@ -4,7 +4,7 @@
     join(program, parts, 2)  # pairs of neighbours as one
 
 A part is a module that repeats along the model (a layer), or one that is small enough to be looked at as a whole. The
-ops that the modules around it run themselves go to the part before them, or to the first part. Every forward op that a
+ops that modules around parts run themselves go to the part before them, or to the first part. Every forward op that a
 module of the model runs is in exactly one part, but for those with which ``fully_shard`` gathers parameters.
 ``regions.py`` has the choices for a part.
 
@@ -13,8 +13,8 @@ Four stages:
 1. Walk down the module tree. A module is split into its children if it is large or its children repeat
    (``_CallTree.splits``); otherwise it is a part.
 2. Attach the ops that split modules run themselves (``_attached``).
-3. Cut what is too large and has no modules to be split into, such as an unrolled recurrence, into windows: each ends
-   where few bytes cross, which is between two steps of the recurrence (``_windows``).
+3. Cut what is too large and has no modules to be split into, such as an unrolled recurrence, into windows. A window
+   ends where few bytes cross: in a recurrence, between two steps (``_windows``).
 4. Join neighbours where there are more parts than ``MOST_PARTS``.
 
 The sizes are bounds on the work that follows: a part has at most ``LARGEST_PART`` call sites, so the choices grow
@@ -42,7 +42,7 @@ LARGEST_PART = 400
 """Modules with more op call sites than this are split into their children, or into windows."""
 
 SMALL_PART = 150
-"""Up to here, a module is looked at as a whole unless its own children repeat."""
+"""Modules with no more op call sites than this are looked at as a whole unless their own children repeat."""
 
 LARGEST_JOINED = 800
 """Neighbours are not joined to parts of more ops than this."""
@@ -50,7 +50,7 @@ LARGEST_JOINED = 800
 MOST_PARTS = 256
 """Neighbours of one family are joined from the start where there are more parts than this."""
 
-_WINDOWS = 128  # of one part, at most, as long as they are no larger than a part may be
+_WINDOWS = 128  # of one part, at most, unless they would be larger than half of ``LARGEST_PART``
 _SMALLEST_WINDOW = 24  # ops
 
 _MIN_SHARE = 0.5  # of a module's ops that its repeated children must have for it to be split
@@ -63,9 +63,9 @@ class OpGroup:
     Attributes:
         unit: fqn of the smallest module that runs them all.
         members: groups of op indices; a group is one call site in all calls of the unit.
-        once: the ops run in one call of the unit, so that each is a group of its own.
-        family: equal for the layers of one stack, and for the windows of one part: neighbours that may be joined. None:
-            not to be joined.
+        once: whether the ops run in one call of the unit, so that each is a group of its own.
+        family: equal for neighbours that may be joined: the layers of one stack, or the windows of one part. None: not
+            to be joined.
     """
 
     unit: str
@@ -87,7 +87,7 @@ class _CallTree:
                 children[parent][scope.fqn] = None
         self.children = {fqn: tuple(found) for fqn, found in children.items()}
         self.roots = program.outermost_modules
-        # Around modules that the loss function calls as well.
+        # Modules around calls of a module that the loss function also calls directly.
         shared = [
             call for root in self.roots if root not in program.leaf_fqns for call in program.calls[root]
         ]
@@ -107,7 +107,7 @@ class _CallTree:
         ]
 
     def called_once_around(self, fqn: str) -> bool:
-        """Whether all calls of a module are in one call of another, which may be a unit."""
+        """Whether all calls of a module are in one call of another module, and that module may be a unit."""
         around = self.program.common_scope(self.program.calls[fqn])
         return around != ROOT_SCOPE and self._pins.may_be_discarded_in(around)
 
@@ -121,9 +121,9 @@ class _CallTree:
     def splits(self, fqn: str, n_members: int) -> bool:
         """Whether a module is split into its children.
 
-        That is so if it is large, or if the same kind of child follows on itself (a stack of layers). Or if it is not
-        small, and most of it is one child that is split: a wrapper around the model. Or if a module in it also runs
-        outside of it, for which only a unit in all its calls can run anything again there.
+        That is so if it is large, or if children of one kind follow each other (a stack of layers). Or if it is not
+        small, and most of it is one child that is split: a wrapper around the model. Or if a module in it is also
+        called outside of it: only a unit inside that module is in all of these calls.
         """
         inner = [child for child in self.children.get(fqn, ()) if not self.is_leaf(child)]
         if not inner:
@@ -138,9 +138,9 @@ class _CallTree:
         )
 
     def _repeats(self, inner: Sequence[str], n_members: int) -> bool:
-        """Whether most of a module are children that run the same ops, one on the output of the other.
+        """Whether most ops of a module are those of children of one kind, each run on the output of the one before.
 
-        Children beside each other, such as the branches of a block, are no stack: they are looked at together.
+        Parallel children, such as the branches of a block, are no stack: they are looked at together.
         """
         ops = self.program.ops
         kinds: dict[tuple[str, ...], list[tuple[tuple[int, ...], ...]]] = defaultdict(list)
@@ -180,7 +180,8 @@ def partition(program: Program, pins: Pins) -> tuple[list[OpGroup], frozenset[st
             members = tuple(group for group in members if owned.isdisjoint(group))
             rest.append(OpGroup(fqn, members, once, "" if once else None))
         elif once or not tree.called_once_around(fqn):
-            # Around modules of which nothing calls several in turn, no unit can be: they are not joined.
+            # Not joined, since no unit can be around several of them: modules that are called several times, and
+            # those that only the loss function calls in turn.
             alone = not once or (fqn in tree.roots and len(tree.roots) > 1)
             whole.append(OpGroup(fqn, members, once, None if alone else fqn.rpartition(".")[0]))
         else:  # a shared layer: each of its calls is a part
@@ -193,13 +194,13 @@ def partition(program: Program, pins: Pins) -> tuple[list[OpGroup], frozenset[st
     for root in tree.roots:
         visit(root)
     parts = [window for part in _attached(program, whole, rest) for window in _windows(program, part)]
-    # Joining only as much as is needed: 1 leaves the parts as they are.
+    # Only as many neighbours as needed; 1 leaves the parts unchanged.
     at_once = -(-len(parts) // MOST_PARTS)
     return join(program, parts, at_once), frozenset(part.unit for part in rest)
 
 
 def _attached(program: Program, whole: list[OpGroup], rest: list[OpGroup]) -> list[OpGroup]:
-    """Attach the ops outside of the parts to the part before them, or else to the first one, within one root module.
+    """Return the parts, with each op outside of them attached to the part before, or the first one, of its root module.
 
     Modules that run several times, and those in whose root nothing runs once, keep such ops as parts of their own.
     """
@@ -209,7 +210,7 @@ def _attached(program: Program, whole: list[OpGroup], rest: list[OpGroup]) -> li
     for i, part in enumerate(single):
         numbers[_root_of(program, part)].append(i)
     added: dict[int, list[int]] = defaultdict(list)
-    left: list[OpGroup] = []
+    unattached: list[OpGroup] = []
     for part in rest:
         if not part.members:
             continue
@@ -217,19 +218,19 @@ def _attached(program: Program, whole: list[OpGroup], rest: list[OpGroup]) -> li
         # A part of a module that runs several times has members of several ops each, which cannot be taken
         # apart. Without a part nearby there is nothing to attach it to.
         if not (part.once and near):
-            left.append(replace(part, once=False, family=None))
+            unattached.append(replace(part, once=False, family=None))
             continue
         starts = [single[i].members[0][0] for i in near]
         for (op,) in part.members:
             added[near[max(0, bisect_right(starts, op) - 1)]].append(op)
-    found = [part for part in whole if not part.once] + left
+    parts = [part for part in whole if not part.once] + unattached
     for i, part in enumerate(single):
         # With ops of other modules the unit is wider: the smallest module around all of them.
         ops = sorted([*(op for (op,) in part.members), *added[i]])
         if added[i]:
             part = OpGroup(_unit_of(program, ops), tuple((op,) for op in ops), True, part.family)
-        found.append(part)
-    return sorted(found, key=lambda part: part.members[0][0])
+        parts.append(part)
+    return sorted(parts, key=lambda part: part.members[0][0])
 
 
 def _root_of(program: Program, part: OpGroup) -> str | None:
@@ -261,14 +262,15 @@ def unit_around(program: Program, scopes: Iterable[int], widest_unit: int = ROOT
 def _windows(program: Program, part: OpGroup) -> list[OpGroup]:
     """Return the part, cut into windows if it is too large.
 
-    From each cut, the next is where the fewest bytes cross, of all positions that make the window large enough and not
-    too large: in a recurrence, the first one between two steps.
+    Of all positions that make a window large enough and not too large, it ends at the one that the fewest bytes cross:
+    in a recurrence, the first one between two steps.
     """
     count = len(part.members)
     if count <= LARGEST_PART:
         return [part]
     crossing = _crossing_bytes(program, part)
-    # The ends of the part are no cuts. Of several positions in a row, the first: behind the op that makes what crosses.
+    # The ends of the part are no cuts. Of positions in a row with equal bytes, only the first may be one: right after
+    # the op that makes what crosses.
     crossing[[0, -1]] = crossing.max()
     crossing[1:][crossing[1:] == crossing[:-1]] = crossing.max()
     size = min(LARGEST_PART // 2, max(_SMALLEST_WINDOW, -(-count // _WINDOWS)))
@@ -277,30 +279,30 @@ def _windows(program: Program, part: OpGroup) -> list[OpGroup]:
         first = cuts[-1] + size
         cuts.append(first + int(crossing[first : cuts[-1] + LARGEST_PART + 1].argmin()))
     family = part.unit if part.family is None else part.family
-    found = [replace(part, members=part.members[a:b], family=family) for a, b in pairwise((*cuts, count))]
+    windows = [replace(part, members=part.members[a:b], family=family) for a, b in pairwise((*cuts, count))]
     if not part.once:
-        return found
-    return [replace(each, unit=_unit_of(program, (op for (op,) in each.members))) for each in found]
+        return windows
+    return [replace(w, unit=_unit_of(program, (op for (op,) in w.members))) for w in windows]
 
 
 def _crossing_bytes(program: Program, part: OpGroup) -> npt.NDArray[np.int64]:
-    """Return, for each position between members, the bytes that are made before it in the part and read behind it.
+    """Return, for each position between members, the bytes that the part makes before it and reads after it.
 
-    A storage that is read further on than any window reaches crosses a cut wherever that is, so it does not count.
+    A storage with a reader farther away than a window can reach crosses some cut in any case, so it does not count.
     One pass notes where each storage begins and ceases to cross; a running sum does the rest.
     """
-    made: dict[int, int] = {}
-    last: dict[int, int] = {}
+    made_at: dict[int, int] = {}
+    last_read: dict[int, int] = {}
     for at, group in enumerate(part.members):
         for op in map(program.ops.__getitem__, group):
-            # Reads before writes: what an op reads and writes in place was made before it.
-            last.update((s, at) for s in op.reads if s in made)
-            made.update((s, at) for s in op.writes if s not in made)
+            # Reads before writes: what an op reads and writes in place was made before the op.
+            last_read.update((s, at) for s in op.reads if s in made_at)
+            made_at.update((s, at) for s in op.writes if s not in made_at)
     change = np.zeros(len(part.members) + 1, dtype=np.int64)
-    for s, at in last.items():
-        # It crosses every position from behind its maker to in front of its last reader.
-        if made[s] < at <= made[s] + LARGEST_PART:
-            change[made[s] + 1] += program.storage_bytes[s]
+    for s, at in last_read.items():
+        # A storage crosses every position from right after its maker to right before its last reader.
+        if made_at[s] < at <= made_at[s] + LARGEST_PART:
+            change[made_at[s] + 1] += program.storage_bytes[s]
             change[at + 1] -= program.storage_bytes[s]
     return np.cumsum(change)
 
@@ -311,7 +313,7 @@ def most_joined(parts: Sequence[OpGroup]) -> int:
 
 
 def join(program: Program, parts: Sequence[OpGroup], size: int) -> list[OpGroup]:
-    """Join ``size`` neighbours to one part, fewer where they would have more than ``LARGEST_JOINED`` call sites."""
+    """Return the parts with ``size`` neighbours joined; fewer if they had more than ``LARGEST_JOINED`` call sites."""
     joined = [part for part in parts if part.family is None]
     joined += [_merged(program, group) for group in _neighbours(parts, size)]
     return sorted(joined, key=lambda part: part.members[0][0])
@@ -323,7 +325,7 @@ def _neighbours(parts: Sequence[OpGroup], size: int) -> list[list[OpGroup]]:
     before: object = None
     n_ops = 0
     for part in parts:
-        # Such a part neither joins a group nor ends one.
+        # A part that is not to be joined does not end a group either.
         if part.family is None:
             continue
         alike = (part.family, None if part.once else part.unit)

@@ -3,12 +3,12 @@
     regions = Regions(program, costs).joined(1)
     regions[3].ops(regions[3].options[-1])  # the ops that run again if the region discards all that it can
 
-A *region* is a part of the forward pass (``partition.py``) with options. These are sets of its ops that run again,
-exact points of its closure problem (``closure.py``), so they say which tensors of which module are kept, alike or
-different from region to region.
+A *region* is a part of the forward pass (``partition.py``) with options. An option is a set of the region's ops that
+run again, an exact point of the region's closure problem (``closure.py``). So options decide tensor by tensor.
 
-Several neighbours can be joined to one region. Its options may also discard what passes from one to the next (a
-residual stream) and run the whole part again from its beginning: that is how a step gets down to its smallest peak.
+Neighbouring regions can be joined into one. The options of a joined region may also discard what passes from one
+neighbour to the next (a residual stream) and run all of them again from the beginning: that is how a step gets down to
+its smallest peak.
 
 Regions that repeat give the same problem, which is solved once.
 """
@@ -27,12 +27,12 @@ from sacplan.techniques.recompute import closure
 from sacplan.techniques.recompute.in_place_groups import Group, discardable, in_place_groups
 from sacplan.techniques.recompute.partition import OpGroup, join, most_joined, partition, unit_around
 
-_VERTICES, _FEWEST = 24, 4  # of a region's hull, at most, and where there are very many ops
-# An option takes time in proportion to the ops of its region, so these keep planning linear in the size of the step.
-_EFFORT = 6000  # ops that all options of one kind of region may have together, beyond the hull
+_VERTICES, _FEWEST = 24, 4  # of a region's hull: at most, and still where there are very many ops
+# An option takes time in proportion to the ops of its region: these limits keep planning linear in the step's size.
+_EFFORT = 6000  # ops of all options of one kind of region; only the hull and points near it may exceed this
 _COLUMNS = 1500  # options of all regions together, about, beyond the hull
 _BETWEEN = 8  # options between two vertices of a region's hull, at most
-_DISTINCT = 6000  # ops of one region of each kind together, from which on each has fewer options
+_DISTINCT = 6000  # ops of one region of each kind, summed over kinds; above this, regions have fewer options
 
 
 @dataclass(eq=False)
@@ -42,12 +42,12 @@ class Regions:
     Args:
         program: the step.
         costs: what running each op again costs.
-        early: storages that the backward pass has asked for by the time that most is alive: to discard these
-            need not lower the peak, so options that keep them are offered as well.
+        early: storages that the backward pass has asked for by the time of the peak. Discarding these need not
+            lower the peak, so options that keep them are offered as well.
         pins: what no option discards, and which modules no option makes a unit.
 
-    Many regions make up for each other's gaps, so the options on and near the hull are enough. The fewer there
-    are, the more options are offered that differ from these in one tensor.
+    Where there are many regions, one fills the gaps between the options of another, so options on and near the hull
+    are enough. The fewer regions there are, the more options are added that differ from those in one tensor.
     """
 
     program: Program
@@ -67,7 +67,7 @@ class Regions:
         self._saving_scopes: dict[int, set[int]] = defaultdict(set)
         for storage, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
             self._saving_scopes[storage].add(scope)
-        # These ops are in no group that may be discarded, whatever part they are in.
+        # No group with one of these ops may be discarded.
         self._kept = self.pins.kept_ops | self._across_widest_units()
         self._parts, self._split = partition(program, self.pins)
 
@@ -94,18 +94,17 @@ class Regions:
                 self._solved[kind, effort] = _options(problem, late, effort)
             options = self._solved[kind, effort]
             units = self._units(part, options)
-            wide = tuple(not self._split.isdisjoint(found) for found in units)
+            wide = tuple(not self._split.isdisjoint(fqns) for fqns in units)
             regions.append(Region(part.unit, part.members, kind, options, units, wide))
         return tuple(regions)
 
     def _units(self, part: OpGroup, options: tuple[Option, ...]) -> tuple[tuple[str, ...], ...]:
-        """Return the modules that have to be units, for each option.
+        """Return, for each option, the modules that have to be units.
 
-        For each connected group of its ops: the smallest module, not a leaf, that runs the group and everything that
-        saves its outputs. A recipe must be recorded and its handles packed within one call of the unit.
+        One for each connected group of the option's ops: the smallest module, not a leaf, that runs the group and
+        everything that saves its outputs. A recipe must be recorded and its handles packed within one call of the unit.
         """
-        # The part's own module is the unit where it is called as a whole: a module that was not split, or one
-        # whose calls share their decisions.
+        # A module that was not split, or whose calls share decisions, is the unit of all options that discard anything.
         if not part.once or (part.unit not in self._split and len(self.program.calls[part.unit]) == 1):
             return tuple((part.unit,) if option.members else () for option in options)
         ops = sorted(op for group in part.members for op in group)
@@ -119,7 +118,7 @@ class Regions:
     ) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Return for each option its ops in connected components, where one op reads what another made.
 
-        Ops are numbered as in ``ops``, those of the part. Layers that are alike share the answer.
+        Ops are indices into ``ops``, the ops of the part. Layers that are alike share the answer.
         """
         place = {op: i for i, op in enumerate(ops)}
         members = tuple(tuple(place[op] for op in group) for group in part.members)
@@ -138,14 +137,14 @@ class Regions:
         return self._components[key]
 
     def _unit_of(self, group: tuple[int, ...]) -> str:
-        """Return the unit for ops that run again together. Many options of a region have the same groups."""
+        """Return the unit for ops that run again together; remembered, since many options have the same groups."""
         if group not in self._unit_of_group:
             program = self.program
             ops = [program.ops[op] for op in group]
             scopes = {op.scope for op in ops}.union(
                 *(self._saving_scopes[s] for op in ops for s in op.writes)
             )
-            # What may be discarded is read and saved in its own region alone, so the group does not leave it.
+            # All of them have the same widest unit, or the group would be kept (``_across_widest_units``).
             widest_unit = self.pins.widest_unit(next(iter(scopes)))
             self._unit_of_group[group] = unit_around(program, scopes, widest_unit)
         return self._unit_of_group[group]
@@ -153,17 +152,17 @@ class Regions:
     def _across_widest_units(self) -> set[int]:
         """Return the forward ops whose output is used outside of the widest unit that may hold them.
 
-        Used there means saved by autograd, or read by an op that may itself run again. Such ops are kept: no unit could
-        record the op and also see the tensor being saved.
+        "Used" means saved by autograd, or read by an op that may itself run again. Ops with such outputs are kept: no
+        unit could record the op and also see the tensor being saved.
         """
         program, pins = self.program, self.pins
-        found: set[int] = set()
+        kept: set[int] = set()
         if pins.widest_units is not None:
             widest_unit: Callable[[int], object] = pins.widest_unit
         elif len(program.outermost_modules) > 1:  # the loss calls parts of the model, not the model
             widest_unit = program.outermost_module
         else:
-            return found
+            return kept  # nothing restricts how wide a unit may be
         for s, op in program.writer.items():
             if program.ops[op].phase != Phase.FORWARD or op in pins.kept_ops:
                 continue
@@ -172,13 +171,13 @@ class Regions:
             users.update(self._saving_scopes.get(s, ()))
             own = widest_unit(program.ops[op].scope)
             if any(widest_unit(scope) != own for scope in users):
-                found.add(op)
-        return found
+                kept.add(op)
+        return kept
 
     def _may_be_discarded(self, part: OpGroup, group: tuple[int, ...]) -> bool:
-        """Whether the ops themselves and the pins allow ops of a part to be discarded together."""
+        """Whether the ops themselves and the pins allow a group of a part's ops to be discarded."""
         program, pins = self.program, self.pins
-        # A pin, a border between units, or the ops themselves (``discardable``).
+        # Kept by a pin, by a border between units, or by what the ops are (``discardable``).
         if not self._kept.isdisjoint(group) or not discardable(program, group):
             return False
         if pins.widest_units is None:
@@ -186,7 +185,7 @@ class Regions:
         if not part.once:
             # The unit is the part's own module, for all its calls.
             return pins.may_be_a_unit(program, part.unit)
-        # A unit that is called several times does the same in each of its calls; a part says what one call does.
+        # A part with ``once`` is of one call, and a unit does the same in all of its calls: so it must have only one.
         widest_units = {pins.widest_unit(program.ops[i].scope) for i in group}
         return len(widest_units) == 1 and all(
             len(program.calls[program.scopes[r].fqn]) == 1 for r in widest_units
@@ -198,7 +197,7 @@ class Regions:
         inside = {op for group in part.members for op in group}
 
         def may_go(group: Group) -> bool:
-            # What another region reads is kept: its recipes would hold what this one counts as freed.
+            # What another region reads is kept: that region's recipes would hold what this region counts as freed.
             written = (s for i in group for s in ops[i].writes)
             return self._may_be_discarded(part, group) and all(
                 program.readers.get(s, inside) <= inside for s in written
@@ -210,13 +209,13 @@ class Regions:
         elsewhere = {s for s in touched if not inside.issuperset(self._savers[s])}
         problem, place = closure_problem(program, part.members, self.costs, may_go, saved, elsewhere)
         early = problem.free.union(place[s] for s in saved & self.early)
-        # Where all that is saved is early, there is nothing to choose from: such layers go with those that have none.
+        # If all that is saved is early, nothing can be chosen, and the kind is that of a part without early storages.
         differs = early != problem.free and not problem.saved <= early
         return problem, replace(problem, free=early) if differs else None
 
 
 def _components(gone: Sequence[int], reads: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
-    """Return the connected components of ops, of which pairs read from each other."""
+    """Return the connected components of ops, given the pairs (reader, maker) among all ops of the part."""
     inside = set(gone)
     return tuple(map(tuple, connected(gone, (pair for pair in reads if inside.issuperset(pair)))))
 
@@ -233,12 +232,12 @@ def closure_problem(
 
     Args:
         program: the step.
-        groups: ops that are discarded together; each is one op of the problem.
+        groups: ops that are discarded together; each group is one op of the problem.
         costs: by op, what running it again costs.
         discardable: whether a group may be discarded.
         saved: storages that autograd keeps on account of these ops.
-        saved_elsewhere: storages that it keeps on account of others. They cost nothing here, nor do storages that
-            something other than autograd holds.
+        saved_elsewhere: storages that autograd keeps on account of other ops. These cost nothing here, nor do
+            storages that something other than autograd holds.
     """
     ops, place = program.ops, dict[int, int]()
 
@@ -270,9 +269,9 @@ class _Effort:
     """How many options to look for, for each region.
 
     Attributes:
-        vertices: of its hull, at most.
-        between: between two of these, at most.
-        more: that differ from these in one tensor, about.
+        vertices: vertices of its hull, at most.
+        between: options between two vertices, at most.
+        more: further options, about; each differs in one tensor from one of the above.
     """
 
     vertices: int
@@ -283,7 +282,7 @@ class _Effort:
     def of(n_regions: int, distinct: Sequence[closure.ClosureProblem]) -> _Effort:
         """Return the effort for ``n_regions`` regions with these distinct problems.
 
-        The ops of all options together, which take the time, do not grow beyond a multiple of the ops of the regions.
+        The time goes with the ops of all options together, which stay within a multiple of the ops of the regions.
         """
         n_ops = sum(len(problem.ops) for problem in distinct)
         share = math.sqrt(min(1.0, _DISTINCT / max(1, n_ops)))
@@ -299,9 +298,9 @@ def _options(
         return (Option(0.0, 0, (), "recompute"),)
     points = list(closure.tradeoff(problem, effort.vertices, effort.between))
     if late is not None:
-        found = closure.tradeoff(late, effort.vertices, effort.between)
-        # The sets come from the problem in which early storages are free, but they are charged as they are.
-        points += [closure.evaluate(problem, point.discarded) for point in found]
+        late_points = closure.tradeoff(late, effort.vertices, effort.between)
+        # In ``late``, early storages are free. The sets are chosen so, but priced as in ``problem``.
+        points += [closure.evaluate(problem, point.discarded) for point in late_points]
     distinct = tuple({point.discarded: point for point in points}.values())
     # Each option costs time in proportion to the ops of the problem, so large problems get fewer.
     most = len(distinct) + min(effort.more, max(0, _EFFORT // len(problem.ops) - len(distinct)))

@@ -7,8 +7,8 @@ It follows the executor (``executor/slots.py``, ``executor/nodes.py``) rule for 
 
 - A discarded op leaves a node that holds its arguments: handles on kept storages, references to slots of other nodes.
   The outputs of a node are slots.
-- Autograd's handle on a slot holds no memory, so its ``PACK`` and ``RELEASE`` go. The original is freed where code
-  frees it.
+- Autograd's handle on a slot holds no memory, so the handle's ``PACK`` and ``RELEASE`` are left out. The original
+  tensor is freed where code frees it.
 - The first ``UNPACK`` of a slot runs the nodes that it needs, arguments first, into new storages.
 - A value is freed when no pending node, handle or unpacked tensor refers to it. A node that has run for the last time
   releases its arguments, which may free others.
@@ -88,8 +88,8 @@ def _events_that_matter(
     program: Program, discarded: Collection[int], units: Collection[int]
 ) -> list[tuple[int, int, int]]:
     liveness = program.liveness
-    # The op itself, all that happens to the storages that it writes, and where units begin and end. Nothing
-    # else changes.
+    # Discarded ops, all events of the storages that they write, and where units begin and end. Nothing else
+    # changes.
     positions = {int(liveness.op_events[op]) for op in discarded}
     for op in discarded:
         for s in program.ops[op].writes:
@@ -175,8 +175,8 @@ class _RecomputeRewriter:
                 self.draft.events[position] = ((code, again),)
                 return
             slot = self.table.get(storage)
-            if slot is None or self._is_code_s(arg):
-                return  # a kept tensor; or no pack hook is asked
+            if slot is None or self._is_held_by_code(arg):
+                return  # a kept tensor; or a handle for which no pack hook is called
             # Nothing is put in place of the event: a handle on a slot holds no memory.
             slot.refs += 1
             self.handles[arg] = slot
@@ -191,11 +191,11 @@ class _RecomputeRewriter:
         elif code == _UNPACK:
             handle = self.program.instance_handles[arg]
             if handle in self.saved_again:
-                made = self.draft.instance_handles.add(self.saved_again[handle])
-                self.unpacked_again[arg] = made
+                instance = self.draft.instance_handles.add(self.saved_again[handle])
+                self.unpacked_again[arg] = instance
                 on_value = self.draft.handle_storages[self.saved_again[handle]]
                 self.in_use[arg] = self.program.handle_storages[handle], on_value
-                self.draft.events[position] = ((code, made),)
+                self.draft.events[position] = ((code, instance),)
                 return
             slot = self.handles.get(handle)
             if slot is None:
@@ -245,11 +245,11 @@ class _RecomputeRewriter:
     def _value_in_use(self, storage: int) -> int:
         """Return the value of a discarded storage that a backward formula has unpacked and works on; -1 if none has.
 
-        What such a formula saves is what it has unpacked, and no hook of the unit discards that.
+        A formula that saves the storage again saves this value, and no hook of the unit discards it.
         """
         return next((value for of, value in reversed(self.in_use.values()) if of == storage), -1)
 
-    def _is_code_s(self, handle: int) -> bool:
+    def _is_held_by_code(self, handle: int) -> bool:
         """Whether code holds this handle rather than autograd: an op that runs in slices holds what it will read."""
         return self.program.handle_ops[handle] < 0 and self.program.handle_tensors[handle] < 0
 
@@ -259,14 +259,14 @@ class _RecomputeRewriter:
             # As ``Draw``: the state before the op stays until the node has run; room for the state after it is
             # held while the op runs.
             node.state = self.draft.new_storage(op.state_bytes, StorageKind.OTHER)
-            room = self.draft.new_storage(op.state_bytes, StorageKind.OTHER)  # to read it again after the op
+            room = self.draft.new_storage(op.state_bytes, StorageKind.OTHER)  # for the state after the op
             self.out += [(_ALLOC, node.state), (_ALLOC, room), (_OP, index), (_FREE, room)]
         else:
             self.out.append((_OP, index))
         for s in op.reads:
             slot = self.table.get(s)
             if slot is None:
-                handle = self.draft.new_handle(s, index)  # not code's own: others may offer to hold it
+                handle = self.draft.new_handle(s, index)  # with an op: it does not pass for code's own
                 self.out.append((_PACK, handle))
                 node.held.append(handle)
             else:
@@ -289,7 +289,7 @@ class _RecomputeRewriter:
             self._free_unused(slot)
             node = slot.node
             node.live_slots -= 1
-            # Nobody can ask for an output any more, so the node will never run: its arguments go.
+            # Nobody can ask for an output any more, so the node will never run: release its arguments.
             if node.pending and node.live_slots == 0:
                 stack.extend(self._finish(node))
 
@@ -313,7 +313,8 @@ class _RecomputeRewriter:
     def _compute(self, wanted: _DiscardedOutput, position: int) -> int | None:
         """Run the pending nodes that a slot needs, arguments first, as ``nodes.compute`` does.
 
-        Return the slot's value if only the caller holds it: its node will run again, so the slot forgets the value.
+        Return the value if the slot's node will run again: the slot forgets the value, and only the caller holds it.
+        None: the slot keeps its value.
         """
         order = self._needed(wanted.node)
         if any(node.times > 1 for node in order):
@@ -333,7 +334,7 @@ class _RecomputeRewriter:
         return loose
 
     def _op_before(self, position: int) -> Op:
-        """Return the op that ran last before an event. Ops that run again take its phase and scope.
+        """Return the op that ran last before an event: its phase and scope are those of the ops that run again.
 
         Ops of an optimizer that steps in the backward pass do not count.
         """
@@ -363,7 +364,7 @@ class _RecomputeRewriter:
         values = {arg.storage: arg.value for arg in node.args}
         if op.replaces >= 0:
             self._overwrite(node, op.replaces)
-        made = [
+        outputs = [
             self.draft.new_storage(self.program.storage_bytes[s], self.program.storage_kinds[s])
             for s in op.writes
         ]
@@ -373,10 +374,10 @@ class _RecomputeRewriter:
             asked_by.scope,
             op.time_ms,
             op.flops,
-            # As ``Draw.again``: a generator's state of now is held, and the one after the op is read beside it.
+            # As ``Draw.again``: the generator's current state is held while the state after the op is read.
             max(op.workspace_bytes, op.state_bytes) + op.state_bytes,
             tuple(values.get(s, s) for s in op.reads),
-            tuple(made),
+            tuple(outputs),
             (),
             False,
             recomputes=node.op,
@@ -384,7 +385,7 @@ class _RecomputeRewriter:
         self.out.append((_OP, self.draft.ops.add(again)))
         # Before ``_finish``, which empties the arguments.
         taken = [arg for arg in node.args if arg in self.passing]
-        for slot, storage in zip(node.slots, made, strict=True):
+        for slot, storage in zip(node.slots, outputs, strict=True):
             slot.value = storage
             # An output that nobody waits for dies at once. In a run that is not the last, only readers in this
             # recomputation count.

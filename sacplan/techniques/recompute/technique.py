@@ -43,18 +43,18 @@ class Recomputation(Technique):
     def decisions(
         self, program: Program, taken: Sequence[tuple[Region, Option]], units: Collection[str] | None = None
     ) -> tuple[Decision, ...]:
-        """Return call sites of units that do not nest; a unit takes over those of units inside it."""
+        """Return decisions about call sites of units that do not nest: an outer unit takes over those of inner ones."""
         gone = frozenset(op for region, option in taken for op in region.ops(option))
         # A unit inside a unit belongs to the outer one in the executor, so only the outermost are named.
         outer = set(outermost(program, units_of(taken) if units is None else units))
-        found: dict[str, dict[CallSite, int]] = defaultdict(dict)
+        discarded: dict[str, dict[CallSite, int]] = defaultdict(dict)
         for unit in program.calls:
             if unit in outer:
                 for scope in program.calls[unit]:
                     for op, site in program.sites(scope).items():
                         if op in gone:
-                            found[unit][site] = 1
-        return as_decisions(narrowed(program, found))
+                            discarded[unit][site] = 1
+        return as_decisions(narrowed(program, discarded))
 
     def patch(self, program: Program, decisions: Sequence[Decision], device: DeviceSpec | None) -> Patch:
         """Return the patch that drops the discarded storages and runs their ops again.
@@ -67,15 +67,15 @@ class Recomputation(Technique):
         return recompute(program, discarded)
 
     def install(self, wanted: ToInstall) -> Iterator[Installed]:
-        """Replace the forward of each unit, or have the compiler's graphs partitioned so."""
-        # The executors are not needed to plan.
+        """Replace the forward of each unit; if there are partitions, also have the compiler split graphs by them."""
+        # Imported here, since planning does not need the executors.
         from sacplan.techniques.recompute.executor.partitions import InstalledPartitions
         from sacplan.techniques.recompute.executor.recipes import InstalledRecipes
 
-        partitions = [one for one in wanted.decisions if isinstance(one, Partition)]
+        partitions = [decision for decision in wanted.decisions if isinstance(decision, Partition)]
         discarded = discarded_by(wanted.decisions)
-        recipes = wanted.model, discarded, wanted.recorded, wanted.check
-        yield InstalledPartitions(partitions, *recipes) if partitions else InstalledRecipes(*recipes)
+        arguments = wanted.model, discarded, wanted.recorded, wanted.check
+        yield InstalledPartitions(partitions, *arguments) if partitions else InstalledRecipes(*arguments)
 
 
 @derived
@@ -86,7 +86,7 @@ def _regions(step: PlanStep) -> Regions:
 
 def _check_runs_again(program: Program, discarded: Discarded) -> None:
     """Raise ``PlanError`` for an op that cannot run again. Call sites that do not run are ignored."""
-    # The executor sees one op at a time: it would discard such an op, and hold what that reads.
+    # The executor decides op by op: it would discard such an op, and hold the op's inputs.
     for unit, sites in discarded.items():
         fixed = _fixed_sites(program, unit)
         found = next((site for site in sites if site in fixed), None)

@@ -70,8 +70,8 @@ class RecordedOp:
     """An op of the recorded call.
 
     Attributes:
-        caller, place: where it runs, see ``Places``.
-        description, site: which it is.
+        caller, place: where it runs, see ``CallSites``.
+        description, site: which op it is.
         times: how often its values are discarded; 0: they are kept.
         marks: what is done when it has run.
     """
@@ -101,11 +101,11 @@ class RecordedUnit:
     marks: Mapping[CallSite, tuple[Mark, ...]] | None = None
 
     def __post_init__(self) -> None:
-        there = self.marks or {}
+        marks = self.marks or {}
         self.calls = tuple(
             tuple(
                 RecordedOp(
-                    caller, site.place, description, site, self.times.get(site, 0), there.get(site, ())
+                    caller, site.place, description, site, self.times.get(site, 0), marks.get(site, ())
                 )
                 for caller, description, site in ops_of(sequence)
             )
@@ -114,15 +114,15 @@ class RecordedUnit:
 
     def discarded_by_name(self) -> dict[tuple[str, int], int]:
         """Return how often ops are discarded, by name and occurrence in the whole call."""
-        found: dict[tuple[str, int], int] = {}
+        times: dict[tuple[str, int], int] = {}
         for call in self.calls:
             seen: dict[str, int] = {}
             for op in call:
                 occurrence = seen.get(op.site.op, 0)
                 seen[op.site.op] = occurrence + 1
                 if op.times:
-                    found[op.site.op, occurrence] = op.times
-        return found
+                    times[op.site.op, occurrence] = op.times
+        return times
 
     def not_recorded(self) -> set[CallSite]:
         """Return the call sites that the plan discards and that run in none of the recorded calls."""
@@ -158,7 +158,7 @@ class Alignment:
         return None if aligned is None else aligned.next(place, description)
 
     def expects(self, place: str, description: str) -> bool:
-        """Whether this op would be the next one, of a call without differences so far."""
+        """Whether the call has not differed so far, and this op is recorded as the next one."""
         return self.difference is None and self._expected(place, description) is not None
 
     def end(self) -> None:
@@ -183,14 +183,14 @@ class Alignment:
     def _agrees(self, call: Sequence[RecordedOp]) -> bool:
         """Whether another recorded call began with what ran so far."""
         return all(
-            one.description == other.description and one.place == other.place
-            for one, other in zip(call[: self._at], self._call[: self._at], strict=True)
+            theirs.description == ours.description and theirs.place == ours.place
+            for theirs, ours in zip(call[: self._at], self._call[: self._at], strict=True)
         )
 
     def _differs(self, place: str, ran: str | None) -> None:
         expected = self._call[self._at].description if self._at < len(self._call) else None
         self.difference = StepDifference(self._recorded.fqn, place, ran, expected)
-        # Ops that have run already are counted in, so that each place goes on where it is.
+        # Recorded ops that have run are marked as done, so that each module call goes on where it is.
         for i, op in enumerate(self._call):
             self._by_caller.setdefault(op.caller, _CallerAlignment()).add(op, done=i < self._at)
 

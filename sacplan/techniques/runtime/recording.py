@@ -1,4 +1,4 @@
-"""Whether ops that run belong to the forward pass of a unit: an executor that records them may be paused by another."""
+"""The recorder of a unit's forward pass that is active, which other executors pause while they run ops of their own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def unrecorded() -> Iterator[None]:
     if recorder is None:
         yield
         return
-    # It may have been paused already, and then stays so.
+    # A recorder that was paused already stays paused afterwards.
     paused, recorder.paused = recorder.paused, True
     try:
         yield

@@ -1,7 +1,7 @@
 """The storages that a unit's call saves: who holds them, and who wants to know when they are asked for.
 
-A recorder that finds marks at an op (``RecordedUnit``) tells them, and they may take away what is held. The holders
-then give back what a :class:`Stand` returns in the place of their tensor.
+A recorder tells the marks of an op (``RecordedUnit``) when it has run, and a mark may take away what is held. Holders
+then return what a :class:`Stand` has in place of their tensor.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ class Holder(Protocol):
     """Something that holds a tensor on a storage until the backward pass: a handle of autograd, or a recipe."""
 
     def let_go(self, version: int) -> bool:
-        """Let go of the tensor unless it was written since: the version now, and when it was taken, must be this one.
-
-        Return whether it did.
-        """
+        """Let go of the tensor if its version, now and when it was saved, is ``version``; return whether that is so."""
         ...
 
 
@@ -39,22 +36,22 @@ class SavedStorage:
     """A storage of which a unit's call has saved tensors. It lives as long as one of its holders.
 
     Args:
-        storage: as long as it is alive.
-        awaited: those of the call that nobody holds yet; this is one of them until it has a holder.
+        storage: the storage itself.
+        awaited: the saved storages of the call that have no holder yet; this one is in the set until it has one.
         for_others: whether hooks around the unit hold what autograd saves, so that nothing can be taken away.
 
     Attributes:
-        storage: as long as it is alive.
+        storage: the storage, as long as it is alive.
         holders: who holds a tensor on it.
-        stand: what has its contents, where something else has them.
-        is_away: whether holders have let go of it.
+        stand: what has its contents in another place; None if nothing has.
+        is_away: whether any holder has let go of its tensor.
         on_ask: what is called when autograd first asks for one of the tensors.
     """
 
     def __init__(self, storage: Any, awaited: set[SavedStorage], for_others: bool = False) -> None:
         self.storage = weakref.ref(storage)
         self.for_others = for_others
-        # A set of the call keeps it alive until it has a holder.
+        # Keeps this object alive until it has a holder.
         self._awaited = awaited
         awaited.add(self)
         self.holders: list[weakref.ref[Any]] = []
@@ -71,8 +68,8 @@ class SavedStorage:
         """Call those who wait for the first time that autograd asks for one of the tensors."""
         # Emptied first, since what is called may ask for the tensor itself.
         waiting, self.on_ask = self.on_ask, []
-        for one in waiting:
-            one()
+        for callback in waiting:
+            callback()
 
     def let_go(self, version: int) -> None:
         """Have all holders let go of their tensors whose storage still has the contents of this version."""
@@ -121,10 +118,10 @@ class Mark(Protocol):
     """Something to do when an op of a unit has run."""
 
     def ran(self, tensors: Sequence[torch.Tensor], saved_of: SavedOf) -> None:
-        """Act on an op.
+        """Act on an op that has just run.
 
         Args:
-            tensors: those of its arguments, and behind these those of its outputs.
+            tensors: those among the op's arguments, then those among its outputs.
             saved_of: gives what the call has saved on the storage of a tensor.
         """
         ...

@@ -1,8 +1,8 @@
 """Stand-ins for a module's forward, on the module and on deep copies of it.
 
 ``copy.deepcopy`` and ``pickle`` copy a stand-in with its module. A shallow copy takes over the module's ``__dict__``,
-and would run on the original's weights. So the module also gets, on the instance, what ``copy.copy`` asks for its
-state, which is without the plan, and what ``DataParallel`` asks for a replica, which is an error.
+and would run on the original's weights. So the module also gets two methods on the instance: one gives ``copy.copy``
+the state without the plan, the other refuses to make replicas for ``DataParallel``.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class StandIn:
         fqn: its name in the model.
 
     Attributes:
-        replaced: what had been put in that place before: by somebody else, or by another technique of the same plan,
-            since a module may run in slices and discard what they make.
-        records: whether it notes what its module saves while that runs.
+        replaced: the ``forward`` that was on the instance before: somebody else's, or that of another technique of the
+            same plan, since a module may run in slices and discard what they make; None if there was none.
+        records: whether it notes what its module saves while the module runs.
     """
 
     records: ClassVar[bool] = False
@@ -65,9 +65,9 @@ class StandIn:
         if self.replaced is not None:
             return self.replaced
         # A function, or a static or class method, ... Bound by hand, since the instance's own ``forward`` is this.
-        found = inspect.getattr_static(type(self.module), "forward")
-        bind = getattr(type(found), "__get__", None)
-        forward: Callable[..., Any] = found if bind is None else bind(found, self.module, type(self.module))
+        raw = inspect.getattr_static(type(self.module), "forward")
+        bind = getattr(type(raw), "__get__", None)
+        forward: Callable[..., Any] = raw if bind is None else bind(raw, self.module, type(self.module))
         return forward
 
     def call_original(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ class RecordedStandIn(StandIn):
         self._elsewhere = elsewhere
 
     def names(self) -> dict[int, str]:
-        """Return the names of the modules in it, by ``id``. Asked anew in each call: they may have been replaced."""
+        """Return the names of the modules in it, by ``id``; read in each call, since modules may have been replaced."""
         return {id(m): n for n, m in self.module.named_modules() if n and n not in self._elsewhere}
 
 
@@ -144,7 +144,7 @@ class InstalledStandIns:
 
     @staticmethod
     def _elsewhere(names: Mapping[int, str], unit: torch.nn.Module, fqn: str) -> frozenset[str]:
-        """Return the modules in a unit that the recording has under a name outside: the first one of a shared module.
+        """Return names of modules in a unit that are recorded under a name outside: the first name of a shared module.
 
         Args:
             names: of all modules of the model, by ``id``.
@@ -185,17 +185,17 @@ class InstalledStandIns:
 def check_there(planned: Iterable[StandIn]) -> None:
     """Raise ``PlanError`` if somebody replaced a forward again.
 
-    The stand-in of another technique may lie over one of these: they are of one plan, and removed from the top.
+    The stand-in of another technique of the same plan may lie over one of these: plans are removed from the top.
     """
-    for one in planned:
-        found = one.module.__dict__.get("forward")
+    for stand_in in planned:
+        forward = stand_in.module.__dict__.get("forward")
         # Down through the stand-ins of the same plan; anything else in between was put there by others.
-        while isinstance(found, StandIn) and found is not one:
-            found = found.replaced
-        if found is not one:
+        while isinstance(forward, StandIn) and forward is not stand_in:
+            forward = forward.replaced
+        if forward is not stand_in:
             raise PlanError(
-                f"the forward of module {one.fqn!r} was replaced after the plan was applied. Undo that first, then "
-                "remove the plan."
+                f"the forward of module {stand_in.fqn!r} was replaced after the plan was applied. Undo that first, "
+                "then remove the plan."
             )
 
 
@@ -210,7 +210,7 @@ def put_on(module: torch.nn.Module, stand_in: StandIn) -> None:
 def take_off(module: torch.nn.Module, stand_in: StandIn) -> None:
     """Undo ``put_on``."""
     _clear(module.__dict__, stand_in)
-    # ``_clear`` goes down to what is below the whole plan. What another technique of the plan has there comes back.
+    # ``_clear`` goes down to the forward below the whole plan. A stand-in of the plan that was below comes back here.
     if isinstance(stand_in.replaced, StandIn):
         put_on(module, stand_in.replaced)
 

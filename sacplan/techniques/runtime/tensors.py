@@ -37,8 +37,8 @@ def version_of(t: torch.Tensor) -> int:
 
 
 def history_free_aliases(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return aliases on the same storages and version counters, without history; for real tensors no mode sees it."""
-    # Inside of a dispatch mode the key is off that makes an alias share the version counter (``detach`` in
+    """Return aliases on the same storages and version counters, without history; unseen by modes for real tensors."""
+    # Inside a dispatch mode, the key is off with which an alias shares the version counter (``detach`` in
     # ``torch/csrc/autograd/VariableTypeManual.cpp``).
     below = _is_excluded(_ADINPLACEORVIEW)
     if below:
@@ -62,7 +62,7 @@ TAKES_A_NUMBER = frozenset(
     getattr(torch.ops.aten, name).Tensor
     for name in ("add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_")
 )
-"""Elementwise ops whose second argument is a tensor, of 8 bytes, that C++ made of the Python number it was."""
+"""Elementwise ops for which C++ turns a Python number, given as the second argument, into a tensor of 8 bytes."""
 
 
 def with_lent_number(args: Sequence[Any]) -> Sequence[Any]:
@@ -71,12 +71,12 @@ def with_lent_number(args: Sequence[Any]) -> Sequence[Any]:
     The mode gets the number as a Python number, while the tensor that C++ made of it is still alive in the caller.
     Passing on the number would make a second tensor, which the plain step does not have, perhaps at the step's peak.
 
-    This is done only where the op treats a tensor without dimensions like a number: beside a float tensor that has
+    This is done only where the op treats a tensor without dimensions like a number: next to a float tensor with
     dimensions, neither decides the type of the result.
     """
     tensor, number = args[0], args[1]
-    # In order: no number (``type``, since a bool is an int, too); a subclass, another device, or a type of result that
-    # the number could decide; modes below this one, which would see a tensor; a number that int64 does not hold.
+    # Unchanged are, in order: no number (``type``, since a bool is an int, too); a subclass, another device, or a type
+    # of result that the number could decide; modes below, which would see a tensor; a number too big for int64.
     if (
         type(number) not in _TYPE_OF_NUMBER
         or type(tensor) not in _REAL
@@ -104,5 +104,5 @@ def checksum(t: torch.Tensor) -> tuple[int, ...] | None:
     # On a CPU the result lies in numpy's memory: PyTorch allocates nothing, at what may be the peak of the step.
     out = torch.from_numpy(np.empty((), np.uint64)) if t.is_cpu else None
     found = torch.hash_tensor(bits, out=out)
-    # Equal elements cancel out in the hash, so one of them is looked at.
+    # Equal elements cancel out in the hash, so the checksum has the first element, too.
     return int(found.view(torch.int64)), int(bits[(0,) * bits.ndim])

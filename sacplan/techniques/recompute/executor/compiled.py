@@ -1,11 +1,11 @@
 """Under ``torch.compile`` a plan becomes tags for the partitioner instead of recipes.
 
 Neither dispatch modes nor saved-tensor hooks belong in a compiled graph. So while a unit's forward is
-traced, it becomes a checkpoint with a selective context, whose policy looks up each op by its name and its place
-among the ops of that name in this call of the unit, which the plan's record of the calls gives. The partitioner
-then decides what the compiled forward saves, and duplicates the ops to recompute; random ops get the forward
-pass's generator state there. What each tag means to it (torch 2.13; both the min-cut partitioner, the default of
-the backends, and the plain one):
+traced, it becomes a checkpoint with a selective context. The policy of that context looks up each op by its name,
+and by its number among the ops of that name in this call of the unit, in the plan's record of the calls. The
+partitioner then decides what the compiled forward saves, and duplicates the ops to recompute; duplicated random ops
+get the forward pass's generator state. What each tag means to the partitioner (torch 2.13; both the min-cut one, the
+default of the backends, and the plain one):
 
 - ``PREFER_RECOMPUTE``, on what the plan discards: this node is recomputed, whatever that costs.
 - ``MUST_SAVE``, on kept matmuls, convolutions and attention: never computed again, and kept only if the
@@ -21,7 +21,7 @@ uses. Of these ``aten.dropout`` would shift the counts: switched off it becomes 
 without a fused kernel it becomes ``native_dropout`` instead of four ops. Batch norm has another name. All are
 counted as the eager ops that they stand for. ``matmul`` yields other views, which does not matter. Recurrent
 layers and resampling are traced as entirely different ops: a discarded call site that does not occur in the
-trace is an error; a plan is never kept in part. A planner that meets it keeps these ops.
+trace is an error; a plan is never kept in part. A planner that meets this error keeps these ops.
 
 A unit in which the graph breaks cannot be checkpointed as part of a graph: that is an error too. A module that
 is compiled on its own inside an eager unit runs eagerly, since a dispatch mode is on: compile whole units.
@@ -58,7 +58,7 @@ _UNFUSED_DROPOUT = (
 _TRACED_BATCH_NORMS = frozenset(
     {torch.ops.aten._native_batch_norm_legit.default, torch.ops.aten._native_batch_norm_legit.no_stats}
 )
-_BATCH_NORMS = ("aten.native_batch_norm.default", "aten.cudnn_batch_norm.default")  # of a device mostly one
+_BATCH_NORMS = ("aten.native_batch_norm.default", "aten.cudnn_batch_norm.default")  # a device mostly runs one
 _FUSED_DROPOUT_DEVICES = frozenset({"cuda", "xpu", "lazy", "privateuseone"})
 
 
@@ -71,10 +71,10 @@ class Tags:
 
     def __init__(self, sites: frozenset[NamedOp], unknown: frozenset[NamedOp], again: NamedOp | None) -> None:
         self.sites = sites
-        self.unknown = unknown  # by their places; no recorded call runs them, so none is met
-        self.again = again  # one that is recomputed more than once, which cannot be compiled
-        self.units: WeakSet[TaggedForward] = WeakSet()  # those that discard these ops
-        self.met: WeakKeyDictionary[Any, set[NamedOp]] = WeakKeyDictionary()  # in the graph that is traced
+        self.unknown = unknown  # discarded call sites that no recorded call runs, so that none is met
+        self.again = again  # an op, if any, that is recomputed more than once: cannot be compiled
+        self.units: WeakSet[TaggedForward] = WeakSet()  # stand-ins of the units that discard these ops
+        self.met: WeakKeyDictionary[Any, set[NamedOp]] = WeakKeyDictionary()  # ops met, by traced graph
 
     def __reduce__(self) -> Any:
         return _interned, (self.sites, self.unknown, self.again)
@@ -139,11 +139,11 @@ def _contexts(tags: Tags) -> Any:
 
 
 _broken: WeakSet[TaggedForward] = WeakSet()
-"""Units in which the graph broke, until that is said: those of another model would be taken for this one's."""
+"""Units in which the graph broke, until the error names them: later, they would be taken for another model's."""
 
 
 class _Broken(contextlib.nullcontext[None]):
-    """The context in which such a unit would run again; by then the forward pass has met all of them."""
+    """The context in which a unit with a broken graph would run again; by then, all of them are in ``_broken``."""
 
     def __enter__(self) -> None:
         units = frozenset(planned.fqn for planned in _broken)
@@ -206,8 +206,8 @@ class _Checked(TorchDispatchMode):
     """The context of the forward pass; raises at its end if some discarded call site did not occur.
 
     Calls of a unit may differ in what they run. A forward pass is traced twice, the first time for its aliasing and
-    without a graph; so the second time it is known what all of its calls run. It must be a dispatch mode to be
-    accepted in a graph, but only the one inside is ever active.
+    without a graph; so the second time it is known what all of its calls run. This class must be a dispatch mode to be
+    accepted in a graph, but only the mode inside it is ever active.
     """
 
     def __init__(self, mode: Any, tags: Tags, met: set[NamedOp], where: str) -> None:
@@ -266,7 +266,7 @@ def _is_view(func: Any) -> bool:
 
 def _called_by_dropout() -> bool:
     """Whether torch's Python decomposition of dropout asked for the op that is dispatched now."""
-    # The decomposition is a few frames above the dispatch; a bound keeps the cost down where it is not there.
+    # The decomposition is a few frames above the dispatch; the bound limits the cost for ops that it did not ask for.
     frame = sys._getframe(1).f_back
     for _ in range(16):
         if frame is None:

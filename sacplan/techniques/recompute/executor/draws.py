@@ -4,8 +4,8 @@ PyTorch cannot read a generator's state and draw from it in one step, and anothe
 may draw from the same generator in between. So a draw records the state before the op and a digest of the state after
 it. An op that does not lead from the first state to the second when it runs again is an error.
 
-Reading a CPU's state allocates 5 KB. As much is held while an op runs first, and freed before the state is read after
-it. So the read never makes the peak, and a predicted step needs no moment of its own for it.
+Reading a CPU's state allocates 5 KB. As much is held while an op runs for the first time, and freed before the state
+after the op is read. So that read never makes the peak, and a predicted step needs no event for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Draw:
     """The numbers that one call of a random op draws. Make it before the op runs, and call ``end`` right after.
 
     Args:
-        generator: that the op draws from.
+        generator: the one that the op draws from.
     """
 
     def __init__(self, generator: Any) -> None:
@@ -41,9 +41,9 @@ class Draw:
         self._after = _digest(self._generator.get_state())
 
     def again(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
-        """Run the op from the state before it. Return whether it reached the state after it, and its output.
+        """Run the op again from the state before it. Return whether it led to the same state again, and its output.
 
-        The generator is left as it is found.
+        The generator is left in the state in which it was found.
         """
         now = self._generator.get_state()
         self._generator.set_state(self._before)
@@ -85,6 +85,6 @@ class _FakeGenerator:
 
 def _digest(state: torch.Tensor) -> int:
     if isinstance(state, FakeTensor):
-        return 0  # it has no bytes: of a fake step only memory is asked, no numbers
-    # No op reads the bytes, since a dispatch mode of the program would see it.
+        return 0  # it has no bytes, and a fake step is run for its memory, not for its numbers
+    # Read through the pointer: a dispatch mode of the program would see an op.
     return hash(ctypes.string_at(state.data_ptr(), state.numel()))

@@ -3,7 +3,7 @@
 A discarded tensor leaves a handle on its slot. A kept one is packed with its version.
 
 A saved-tensor hook disables autograd's own check for in-place writes (``torch/csrc/autograd/saved_variable.cpp``), so
-these do the check themselves.
+handles check for such writes themselves.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RecipeHandle:
                 self.checksum = checksum(tensor)
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor; recompute it unless that has happened already.
+        """Return the tensor, recomputed unless its slot has the value already.
 
         Raises:
             RecipeError: the tensor was written after autograd saved it, or comes out with other bits.
@@ -101,8 +101,8 @@ class Kept:
     """A kept tensor, and the version that it had when autograd saved it.
 
     Attributes:
-        base: what autograd without hooks holds with it.
-        saved: its storage, where it may be taken away; ``tensor`` is then None.
+        base: what autograd without hooks would hold along with the tensor.
+        saved: its storage, where the contents may be taken away; ``tensor`` is None once they are.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Kept:
         self.tensor: torch.Tensor | None = tensor
         self.version = version_of(tensor)
         self.base: torch.Tensor | None = None
-        if tensor.grad_fn is not None:  # else an op's output holds the op's autograd node, which holds this
+        if tensor.grad_fn is not None:  # avoids a cycle: an op's output holds the op's node, which holds this
             (self.tensor,) = history_free_aliases((tensor,))
             self.base = base_without_history(tensor)
             self.original = weakref.ref(tensor) if plain else None
@@ -130,7 +130,7 @@ class Kept:
             or not version_of(tensor) == self.version == version
             or (base is not None and base.untyped_storage() is not tensor.untyped_storage())
         ):
-            return False  # it is gone; or it was written, which ``unpack`` tells; or it is a part of something else
+            return False  # already let go of; written, which ``unpack`` reports; or a part of something else
         self.view, self.tensor, self.base = view_of(tensor), None, None
         return True
 
@@ -164,7 +164,7 @@ class Kept:
 
 
 def base_without_history(tensor: torch.Tensor, discarded: torch.Tensor | None = None) -> torch.Tensor | None:
-    """Return ``held_base`` without its history; None if it lies on the memory that is discarded."""
+    """Return ``held_base`` without its history; None if there is none, or it lies on the memory of ``discarded``."""
     base = held_base(tensor)
     if base is None:
         return None

@@ -1,7 +1,7 @@
-"""Looking up the ops of a call that follows no schedule among those of the recorded step.
+"""Look up which ops of the recorded step the ops of a call are, where the call follows no schedule.
 
 Each op is described by its name and the ranks of its tensors, and by the module calls around it, which are read from
-the Python frames. ``Alignment`` says which recorded op that is.
+the Python frames. ``Alignment`` says which recorded op it is.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def func_facts(func: Any) -> FuncFacts:
 
 
 def description_of(name: str, args: Any, kwargs: Any) -> str:
-    """Return the description of an op of this name: it tells it from others in the same place."""
+    """Return an op's name and the ranks of its tensors, which tell it from others in the same place."""
     return described(name, [t.dim() for t in tensors_in((args, kwargs)) if is_plain(t)])
 
 
@@ -78,12 +78,12 @@ class Lookup:
         self._likely: tuple[Call, ...] | None = None  # see ``_resume``
 
     def enter(self, outer_frame: FrameType) -> None:
-        """Begin a call. Ops are searched for their module calls up to ``outer_frame``."""
+        """Begin a call. Module calls around an op are searched for in the frames up to ``outer_frame``."""
         self._outer_frame = outer_frame
         self._in_backward = in_backward()  # a checkpoint around the unit runs its forward in a backward pass
 
     def leave(self) -> None:
-        """End the call: frames would keep everything that the forward pass had in its variables."""
+        """End the call, and forget its frames, which keep everything that the forward pass had in its variables."""
         self._outer_frame = None
         self._frames, self._places = {}, CallSites()
 
@@ -93,12 +93,12 @@ class Lookup:
         return self._alignment.difference
 
     def begin(self, known: Sequence[Known | None], likely: tuple[Call, ...] | None, *, differs: bool) -> None:
-        """Continue behind ops that a schedule knew.
+        """Continue after ops that a schedule knew.
 
         Args:
             known: what identifies each of them.
             likely: the module calls around the op that the schedule had next; None if there is no schedule.
-            differs: whether the schedule says that such a call differs from the recorded step.
+            differs: whether the schedule says that the call differs from the recorded step.
         """
         self._names = self._names_of_modules()
         self._likely = likely
@@ -120,14 +120,14 @@ class Lookup:
             return facts.kept, None
         description = description_of(facts.name, args, kwargs)
         around = self._module_calls()
-        # Only for the first op behind a schedule; see ``_resume``.
+        # Only for the first op after a schedule; see ``_resume``.
         if self._likely is not None:
             self._resume(around, description)
         place = self._places.at(around)
         recorded = self._alignment.next(self._places.caller, place, description)
         self.differs = self._alignment.difference is not None
         op = facts.kept
-        # Without traits it cannot run again, whatever the plan says.
+        # Without traits an op cannot run again, whatever the plan says.
         if facts.traits is not None and recorded is None:
             op = ScheduledOp(Action.FOLLOW, facts.traits, CallSite(facts.name, self._n_described, place))
         elif facts.traits is not None and recorded is not None and recorded.times:
@@ -151,8 +151,8 @@ class Lookup:
     def _resume(self, around: list[tuple[FrameType, str]], description: str) -> None:
         """Find the module calls that the first op after the schedule is in.
 
-        Frames were not looked at while the schedule was followed, so the frame of a module may be that of the call
-        before or of a new one. Of these candidates, take the one in which this op was recorded, else the first.
+        Frames were not looked at while the schedule was followed, so a module's frame may be that of a call which the
+        schedule knew or of a new call. Of these candidates, take the one in which this op was recorded, else the first.
         """
         assert self._likely is not None
         candidates = list(self._places.candidates([name for _, name in around], self._likely))

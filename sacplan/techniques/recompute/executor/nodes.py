@@ -36,7 +36,7 @@ from sacplan.torch_compat.ops import ArgumentPlace, OpTraits, is_between_ranks, 
 
 
 class Slot:
-    """One output of a discarded op: a value once it has been recomputed.
+    """One output of a discarded op, and its value once that has been recomputed.
 
     Made while the op's output is alive; leaves ``table`` when the output's storage dies.
 
@@ -44,8 +44,8 @@ class Slot:
         tensor: the output itself, as long as it is alive.
         written: whether the storage has been written in place since.
         readers: how many nodes have it as an argument.
-        lent: the custom ``autograd.Function`` that got the value itself in its backward, which may write to it, and
-            the version that the value had; None if there is none.
+        lent: the custom ``autograd.Function`` whose backward got the value itself, and may write to it, and the version
+            that the value had then; None if there is none.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Slot:
         return self.view_on(self.value, view)
 
     def lend(self, function: str, view: View) -> torch.Tensor:
-        """Return the value, or a view that shares its version counter, to code that may write to it."""
+        """Return the value, or a view that shares its version counter, and note the function that may write to it."""
         tensor = self.take(view)
         assert self.value is not None
         if view is not self.view:
@@ -100,7 +100,7 @@ class Slot:
         return tensor
 
     def view_on(self, base: torch.Tensor, view: View) -> torch.Tensor:
-        """Return the same view of another tensor that has the value's memory layout."""
+        """Return a view of ``base``, a tensor with the value's memory layout."""
         if view is self.view:
             return base
         size, stride, offset, dtype = view
@@ -117,8 +117,8 @@ class HeldArg:
     Attributes:
         place: where it stands.
         tensor: an alias; None where ``saved`` has the contents in another place.
-        version, before: its version, and the last write that a mode saw.
-        saved: the storage, where it may be taken away.
+        version, before: the tensor's version, and the number of the last write that a mode saw to its storage.
+        saved: the storage, where its contents may be taken away; else None.
     """
 
     place: ArgumentPlace
@@ -141,7 +141,7 @@ class HeldArg:
             or not tensor._version == self.version == version
             or last_write_to(tensor.untyped_storage()) != self.before
         ):
-            return False  # it is gone; or it was written, which is told when the op runs again
+            return False  # already let go of; or written, which ``take`` reports when the op runs again
         self.view, self.requires_grad, self.tensor = view_of(tensor), tensor.requires_grad, None
         return True
 
@@ -191,8 +191,8 @@ class RecipeNode:
         rng: the draw of a random op.
         settings: the settings that chose its kernel; None if no setting does.
         outputs: its slots, as weak references; empty once it is settled.
-        recorded: the op of a recording that it is; -1 where none was made.
-        times: how many runs are left. It settles after the last one.
+        recorded: the index of the op in a recording; -1 where none was made.
+        times: how many runs are left. The node settles after the last one.
     """
 
     unit: str
@@ -224,13 +224,14 @@ class RecipeNode:
 
     @property
     def pending(self) -> bool:
-        """Whether it may still have to run."""
+        """Whether the node may still have to run."""
         return bool(self.outputs)
 
     def compute(self) -> Sequence[torch.Tensor]:
-        """Run the op on its arguments, whose slots have values. Nothing is stored and nothing released.
+        """Run the op on its arguments, whose slots have values, and return its outputs.
 
-        The exception is an op that writes in place: it takes over its argument's value if nobody else needs that.
+        Nothing is stored or released. The exception is an op that writes in place: it takes over its argument's value
+        if nobody else needs that.
 
         Raises:
             RecipeError: an argument is not what it was in the forward pass (its version, or the last write that a mode
@@ -247,8 +248,8 @@ class RecipeNode:
             if place == 0 and self.traits.in_place:
                 written = slot.value
                 assert written is not None
-                # Into the value itself only if nobody else reads it, and this is the last run, or the slot's node can
-                # make it again for the next one.
+                # Write into the value itself only if nobody else reads it, and either this is the last run or the
+                # slot's node can make the value again for the next one.
                 if slot.readers == 1 and (self.times == 1 or slot.node.pending):
                     taken = slot
                 else:
@@ -303,7 +304,7 @@ class RecipeNode:
         for i, ref in enumerate(self.outputs):
             slot = ref() if ref is not None else None
             if slot is not None:
-                # Views that autograd saved are described by sizes, strides and offsets on the forward pass's output.
+                # Views that autograd saved are sizes, strides and offsets that hold only for the same memory layout.
                 if len(tensors) != len(self.outputs) or view_of(tensors[i]) != slot.view:
                     raise RecipeError(
                         f"output {i} of {self} has another shape or memory layout on recomputation than in the "
@@ -321,7 +322,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _put(args: list[Any], kwargs: dict[str, Any], place: Any, tensor: torch.Tensor) -> None:
-    """Put an argument in its place; the node's own lists are tuples, and stay unchanged."""
+    """Put an argument in its place. Lists among the node's arguments are tuples; one is copied before it is changed."""
     if type(place) is int:
         args[place] = tensor
         return
@@ -341,13 +342,13 @@ def tensors_of(out: Any) -> Sequence[torch.Tensor]:
 
 
 def compute(wanted: Slot, view: View) -> torch.Tensor:
-    """Return the value of a slot: run the nodes that it needs, arguments first. Only inside an ``OutsideForward``.
+    """Return a view of a slot's value, after running the nodes that it needs. Only inside an ``OutsideForward``.
 
-    The nodes are a depth-first post-order of the graph of pending nodes, so each runs once and after its arguments.
-    Nodes with runs left pass their values on (``_passing``) and drop them when the last reader has run.
+    The nodes run in a depth-first post-order of the graph of pending nodes, so each runs once and after its arguments.
+    Values of nodes that will run again are passed on (``_passing``), and dropped when the last reader has run.
     """
     order = _needed(wanted.node)
-    # A node runs in the gradient mode of the forward pass. Below autograd's dispatch keys it records nothing even so.
+    # A node runs in the forward pass's gradient mode. Below autograd's dispatch keys, it is not recorded even so.
     with torch._C._AutoDispatchBelowADInplaceOrView():
         passing = _passing(order, wanted)
         order.reverse()
@@ -382,12 +383,12 @@ def _needed(node: RecipeNode) -> list[RecipeNode]:
     if node.outputs and all(arg[1].value is not None for arg in node.slot_args):
         return [node]
     order: dict[RecipeNode, None] = {}
-    # A stack of our own, since a chain of nodes may be longer than Python's recursion limit. True: all that it
-    # needs is in the order.
+    # A stack of our own, since a chain of nodes may be longer than Python's recursion limit. True: all that the
+    # node needs is in the order.
     stack = [(node, False)]
     while stack:
         current, ready = stack.pop()
-        # Settled, so its values are there; or reached on another way.
+        # Settled, so its values are there; or reached before, by another way.
         if not current.outputs or current in order:
             continue
         if not ready:
@@ -401,22 +402,22 @@ def _needed(node: RecipeNode) -> list[RecipeNode]:
 
 
 def _passing(order: Sequence[RecipeNode], wanted: Slot) -> dict[Slot, int]:
-    """Return the slots whose values are dropped again, and how many times each is read before."""
-    found: dict[Slot, int] = {}
+    """Return the slots whose values this recomputation drops again, each with its number of reads until then."""
+    n_reads: dict[Slot, int] = {}
     for node in order:
         for _, slot, _, _ in node.slot_args:
             if slot.value is None and slot.node.times > 1:
-                found[slot] = found.get(slot, 0) + 1
+                n_reads[slot] = n_reads.get(slot, 0) + 1
     if wanted.node.times > 1:
-        found[wanted] = found.get(wanted, 0) + 1
-    return found
+        n_reads[wanted] = n_reads.get(wanted, 0) + 1
+    return n_reads
 
 
 _lock = threading.RLock()  # autograd has a thread for each device, and recipes are shared
 
 
 class OutsideForward:
-    """A context for ops that belong to no forward pass, even if the backward pass runs in one. One thread at a time."""
+    """A context for ops that belong to no forward pass, even if one is running. One thread at a time."""
 
     def __enter__(self) -> None:
         _lock.acquire()

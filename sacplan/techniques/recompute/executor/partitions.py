@@ -23,19 +23,19 @@ from sacplan.torch_compat.partitioning import (
 
 
 class InstalledPartitions(InstalledRecipes):
-    """What inductor asks for a partition of each graph, and recipes of units that run eagerly, until it is removed.
+    """The partitioner that inductor asks about each joint graph, and recipes of units that run eagerly.
 
-    What was compiled before is compiled again, now and when it is removed. A graph that the plan does not know is
+    Installing and removing it makes PyTorch compile everything again. A graph that the plan does not know is
     partitioned as PyTorch does it, with a warning.
     """
 
     def __init__(self, decisions: Sequence[Partition], *recipes: Any) -> None:
         super().__init__(*recipes)
-        self._split = dict.fromkeys(one.unit for one in decisions)
+        self._split = dict.fromkeys(decision.unit for decision in decisions)
         # A graph whose sizes were not planned for is looked up by its ops alone.
-        self._saved = {one.graph.partition("-")[0]: one.saved for one in decisions}
-        self._saved |= {one.graph: one.saved for one in decisions}
-        # Out of a cache, a graph that the plan does not know would come without a word.
+        self._saved = {decision.graph.partition("-")[0]: decision.saved for decision in decisions}
+        self._saved |= {decision.graph: decision.saved for decision in decisions}
+        # A new key each time: for a graph out of the compiler's cache, nothing would warn if the plan does not know it.
         self._partitioner = as_partitioner(self._partition, uuid.uuid4().hex)
         torch.compiler.reset()
         self._before = swap_partitioner(self._partitioner)
@@ -69,5 +69,5 @@ class InstalledPartitions(InstalledRecipes):
         torch.compiler.reset()
         self._saved = {}
         now = swap_partitioner(self._before)
-        if now is not self._partitioner:  # somebody else's, which asks this one for what it does not know
+        if now is not self._partitioner:  # set by others since, and it may ask this one: put it back
             swap_partitioner(now)

@@ -7,7 +7,7 @@ stores only the outputs that are still referenced and drops its arguments, so th
 right after its last use. Each node runs once, unless the plan says that its outputs are discarded several ``times``, as
 Rotor's sequences do.
 
-An op that writes in place gets a node too, if what it overwrites has one: that is recomputed and overwritten again.
+An op that writes in place gets a node too, if the value that it overwrites has one; then both ops run again.
 
 A plan is advice, and this folder does not trust it. What the mode did not see being made (custom kernels, other
 modules, wrapper subclasses), what has been written since, and ops that must not run again are kept, whatever the plan
@@ -80,7 +80,7 @@ class PlannedForward(RecordedStandIn):
         self._schedules: dict[bool, Schedule] = {}
 
     def mark(self, marks: Mapping[CallSite, tuple[Mark, ...]] | None) -> None:
-        """Do something at ops of the unit from the next call on; None: as before."""
+        """Have ``marks`` told, from the next call on, when their ops have run; None takes the marks off."""
         self.recorded = replace(self.recorded, marks=marks)
         self._schedules = {}
 
@@ -89,7 +89,7 @@ class PlannedForward(RecordedStandIn):
         return self.__dict__ | {"_schedules": {}}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the unit as planned; without gradients, as it is."""
+        """Run the unit as planned; without gradients, as it ran before the plan."""
         trains = torch.is_grad_enabled() and not is_exporting()
         if torch.compiler.is_compiling() and trains:
             if self.recorded.marks is not None:
@@ -112,7 +112,7 @@ class PlannedForward(RecordedStandIn):
             out = self.call_original(*args, **kwargs)
         if is_first:
             self._first_mode = training
-        # Only calls in the mode of the first one: evaluation runs other ops.
+        # Differences count only in the mode of the first call: evaluation runs other ops than training.
         if recorder.difference is not None and training == self._first_mode:
             # What the first call alone does, such as filling a cache, is worth no warning.
             self.differences.note(recorder.difference, may_warn=not is_first)
@@ -124,7 +124,7 @@ class PlannedForward(RecordedStandIn):
 class InstalledRecipes(InstalledStandIns):
     """The units of a model whose forward leaves recipes, or in which something else is done when ops have run.
 
-    A unit has one recorder for both: where recipes are installed already, it gets the marks.
+    A unit has one recorder for both: where recipes are installed already, their stand-in gets the marks.
 
     Args:
         model: the model.
@@ -151,10 +151,10 @@ class InstalledRecipes(InstalledStandIns):
         self._marked: list[PlannedForward] = []
         for fqn in dict.fromkeys((*discarded, *marks)):
             unit = model.get_submodule(fqn)
-            there = unit.__dict__.get("forward")
-            if fqn in marks and isinstance(there, PlannedForward):
-                self._marked.append(there)
-                there.mark(marks[fqn])
+            forward = unit.__dict__.get("forward")
+            if fqn in marks and isinstance(forward, PlannedForward):
+                self._marked.append(forward)
+                forward.mark(marks[fqn])
                 continue
             _check_compiled(fqn, unit)
             elsewhere = self._elsewhere(names, unit, fqn)
@@ -172,8 +172,8 @@ class InstalledRecipes(InstalledStandIns):
 
 def _check_compiled(fqn: str, unit: torch.nn.Module) -> None:
     """Refuse a unit with a part that is compiled on its own: under a dispatch mode it would run uncompiled."""
-    own = hasattr(unit.__dict__.get("forward"), "_torchdynamo_orig_callable")
-    for name in ("",) if own else compiled_inside(unit)[:1]:
+    is_compiled = hasattr(unit.__dict__.get("forward"), "_torchdynamo_orig_callable")
+    for name in ("",) if is_compiled else compiled_inside(unit)[:1]:
         path = ".".join(part for part in (fqn, name) if part)
         where = f"unit {fqn!r}" if fqn else "the model, which is one unit of the plan"
         raise PlanError(

@@ -1,8 +1,8 @@
 """The recorder of one call of a unit: sees its ops, makes nodes for the discarded ones, and gives autograd handles.
 
 The first call of a unit looks up every op among those of the recorded step (``alignment.py``), and leaves a
-``Schedule``. Later calls compare each op with it, which is all that happens to a kept op. A schedule decides what a
-lookup would decide. A call that departs from it is looked up from there on, and leaves a schedule of its own.
+``Schedule``. Later calls compare each op with the schedule, which is all that happens to a kept op. A schedule decides
+what a lookup would decide. If a call departs from it, further ops are looked up, and the call leaves its own schedule.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 _UNSCHEDULED = frozenset((torch.ops.aten.detach.default, torch.ops.prim.device.default, TRITON_KERNEL))
-"""Autograd detaches outputs that it keeps itself, and asks fake tensors for their device; a launch is seen in fakes."""
+"""Ops that only some calls show: autograd's detach of outputs that it keeps; in traced steps, devices and launches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class _LastOp:
     Attributes:
         number: autograd's sequence number then.
         with_gradients: whether gradients were enabled.
-        site: of an op that leaves a node.
+        site: the op's call site, if the plan may discard it.
     """
 
     number: int
@@ -126,11 +126,11 @@ class UnitRecorder(Watching):
         self._slots = SlotTable(None if self._saved is None else self._saved.of)
         # The pack and the unpack hook that were there before; None if there were none.
         self._hooks_around: tuple[Any, Any] | None = None
-        # While a schedule is followed: it, and the next op.
+        # The schedule that is followed, its ops, and the index of the next.
         self._schedule = schedule
         self._ops: ScheduledOps = NO_OPS if schedule is None else schedule.ops
         self._at = 0
-        # From where it is left; there is a new one only then.
+        # From where the schedule is left: the lookup, and a new schedule, which is None until then.
         self._lookup = Lookup(recorded, names)
         self._draft: Schedule | None = None
         # Whether this call does not run what was recorded, as far as is known; only then is the last op of interest.
@@ -162,8 +162,8 @@ class UnitRecorder(Watching):
         super().__exit__(exc_type, exc_value, traceback)
         if exc_type is None:
             self._learn()
-        # Also after an error: hooks left behind would pack what the rest of the program saves. Those that code in the
-        # unit has left on top are not ours.
+        # Also after an error: hooks left behind would pack what the rest of the program saves. Other hooks on top,
+        # which code in the unit has left, are not ours to remove.
         top = current_saved_tensors_hooks()
         if top is not None and top[0] == self._pack:
             _pop_hooks()
@@ -195,7 +195,7 @@ class UnitRecorder(Watching):
             return func(*args, **(kwargs or {}))
         if expected is not func and is_composite(func):  # a schedule has none
             return run_in_parts(self, func, args, kwargs)
-        # Passed on as it is, a Python number would make C++ allocate a second tensor for it.
+        # Passed on unchanged, a Python number would make C++ allocate a second tensor for it.
         given = with_lent_number(args) if func in TAKES_A_NUMBER else args
         if expected is func and not (op is not None and op.differs and self._is_another(func, args, kwargs)):
             self._at += 1
@@ -263,14 +263,14 @@ class UnitRecorder(Watching):
     # --- leaving a schedule, and learning one ---
 
     def _is_another(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether an op is not the one at which an earlier call began to differ, though it has its name."""
+        """Whether an op is not the one at which an earlier call began to differ, though both have the same name."""
         known = None if self._schedule is None else self._schedule.known[self._at]
         return known is not None and known[1] != description_of(func_facts(func).name or "", args, kwargs)
 
     def _look_up(self, func: Any, args: Any, kwargs: Any) -> ScheduledOp | None:
         """Return what to do about an op that the schedule does not expect here, and remember it for the next call."""
         if func in _UNSCHEDULED:
-            return None  # they come and go without anything that the plan decides about
+            return None  # they come and go, and the plan decides nothing about them
         draft = self._draft or self._leave_schedule()
         op, known = self._lookup.next(func, args, kwargs)
         if self._lookup.differs and not self._differs:
@@ -279,24 +279,24 @@ class UnitRecorder(Watching):
         return op
 
     def _leave_schedule(self) -> Schedule:
-        """Continue as if every op so far had been looked up."""
-        # From here on ``NO_OPS`` makes every op a lookup, as in the first call.
+        """Continue as if every op so far had been looked up; return the new schedule, which has these ops."""
         done, schedule = self._at, self._schedule
         draft = self._draft = Schedule() if schedule is None else schedule.beginning(done)
         likely = None if schedule is None else schedule.calls_around(done)
         self._lookup.begin(draft.known, likely, differs=self._differs)
+        # From here on ``NO_OPS`` makes every op a lookup, as in the first call.
         self._ops, self._at = NO_OPS, 0
         return draft
 
     def _learn(self) -> None:
-        """End a call that did not fail: it did what its schedule says, or leaves another one."""
+        """End a call that did not fail: it did what its schedule says, or leaves a new schedule."""
         draft = self._draft
         if draft is None:
             # None marks the end of a schedule: the call ran all of its ops.
             if self._schedule is not None and self._ops[self._at][0] is None:
                 self.difference = self._schedule.difference
                 return
-            draft = self._leave_schedule()  # it did less
+            draft = self._leave_schedule()  # the call ran fewer ops, or had no schedule
         self._lookup.end()
         self.difference = self._lookup.difference
         draft.end(self.difference)
@@ -325,8 +325,8 @@ class UnitRecorder(Watching):
         try:
             if slot is not None:
                 return Wrapped(handle, wrapping_of(t), base_without_history(t, local))
-            # Hooks around the unit get a kept tensor as they would without ours. Else it carries the version
-            # that autograd, with hooks on, does not check.
+            # Hooks around the unit get a kept tensor as they would without ours. Without them, ``Kept`` has the
+            # version, which autograd does not check while hooks are on.
             if self._hooks_around is not None:
                 pack_hook, unpack_hook = self._hooks_around
                 return PassedOn(pack_hook(t), unpack_hook)

@@ -47,7 +47,7 @@ class ScheduledOp:
 
 
 Known = tuple[tuple[Call, ...], str]
-"""The module calls around an op in the unit, and its description."""
+"""The module calls around an op in the unit, and the op's description."""
 
 ScheduledOps = Sequence[tuple[Any, ScheduledOp | None]]
 
@@ -63,7 +63,7 @@ class Schedule:
     Attributes:
         ops: the ops (``OpOverload`` or the like), each with what to do; None: nothing. Once the call is over, the last
             entry is no op and marks the end.
-        known: what tells which recorded op each is; None where it cannot be one.
+        known: for each op, what identifies it among the recorded ones; None if it cannot be one of them.
         difference: from the recorded step.
     """
 
@@ -73,7 +73,7 @@ class Schedule:
 
     def add(self, func: Any, op: ScheduledOp | None, known: Known | None) -> None:
         """Note the next op."""
-        # With None the recorder only runs the op, with the arguments that it gets.
+        # With None the recorder passes on the arguments that it gets; a number has to be replaced (``TAKES_A_NUMBER``).
         self.ops.append((func, _KEEP if op is None and func in TAKES_A_NUMBER else op))
         self.known.append(known)
 
@@ -88,5 +88,5 @@ class Schedule:
         return () if known is None else known[0]
 
     def beginning(self, done: int) -> Schedule:
-        """Return the first ``done`` ops as a schedule that goes on."""
+        """Return a new schedule of the first ``done`` ops, to which others can be added."""
         return Schedule(self.ops[:done], self.known[:done])

@@ -23,7 +23,7 @@ from sacplan.torch_compat.private import counts_writes_of, is_plain, storage_key
 _RANDOM_DEVICES = ("cpu", "cuda", "meta")
 
 _OnStorage = tuple[torch.Tensor, Any, int]
-"""An argument or output of an op, its storage, and the address of that."""
+"""An argument or output of an op, its storage, and that storage's key."""
 
 
 class SlotTable:
@@ -50,7 +50,7 @@ class SlotTable:
         return slot
 
     def note_write(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Keep from here on every storage that this op writes in place.
+        """Note the storages that an op is about to write in place; from here on their tensors are kept.
 
         A handle that autograd got before must not give the new contents for the old ones: unpacking it raises.
         """
@@ -89,7 +89,7 @@ class SlotTable:
         # Each ``return`` keeps the output: autograd then packs the tensor itself. The functions below say why.
         if _overwrites_a_kept_value(traits, overwritten):
             return
-        # A batch norm writes its running statistics. It runs again without them, or they would move twice.
+        # A batch norm writes its running statistics. It runs again without them, or they would be updated twice.
         left_out = traits.left_out(args)
         if left_out:
             args = [None if i in left_out else a for i, a in enumerate(args)]
@@ -135,8 +135,8 @@ class SlotTable:
         if held:
             aliases = history_free_aliases([t for _, t, _ in held])
             for alias, (place, t, key) in zip(aliases, held, strict=True):
-                # Some kernels depend on it (see ``RecipeNode.grad_mode``), and an alias without history has lost
-                # it.
+                # Some kernels look at ``requires_grad`` (see ``RecipeNode.grad_mode``), which an alias without
+                # history has lost.
                 if t.requires_grad:
                     alias.requires_grad_()
                 saved = self._saved_of(t) if self._saved_of is not None else None
@@ -167,7 +167,7 @@ def _on_storages(tensors: Sequence[torch.Tensor]) -> list[_OnStorage]:
 
 
 def _overwrites_a_kept_value(traits: OpTraits, overwritten: Slot | None) -> bool:
-    """Whether an op wrote in place what no node can make again: its old value is gone, so it cannot run again."""
+    """Whether an op wrote in place a value that no node can make again, so that the op cannot run again either."""
     return traits.in_place and overwritten is None
 
 
@@ -182,7 +182,7 @@ def _views_describe_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.
 
 
 def _is_copy_that_nobody_awaits(kwargs: Mapping[str, Any]) -> bool:
-    """Whether this is a ``non_blocking`` copy. The program synchronizes with the first one, not with a second."""
+    """Whether an op is a ``non_blocking`` copy. The program synchronizes with it, but not with a copy made again."""
     return bool(kwargs.get("non_blocking"))
 
 
@@ -196,6 +196,6 @@ def _generator_is_ambiguous(traits: OpTraits, inputs: Sequence[torch.Tensor]) ->
 def _returns_an_input(traits: OpTraits, taken: Sequence[_OnStorage], made: Sequence[_OnStorage]) -> bool:
     """Whether an op returned memory of an input, as ``_unsafe_view`` does, though its schema declares no alias.
 
-    The node would hold as an argument what it is meant to free. An op that writes in place does so by intention.
+    The node would hold as an argument what it is meant to free. Ops that write in place are meant to return theirs.
     """
     return not traits.in_place and any(key == other for _, _, key in made for _, _, other in taken)
