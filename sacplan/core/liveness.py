@@ -451,7 +451,7 @@ class Liveness:
     def floor_bytes(self) -> int:
         """The peak without bytes that only handles of autograd hold: no plan that only recomputes has a lower peak."""
         # The same fold without ``PACK`` and ``RELEASE``: autograd then holds a storage only while a formula uses it. A
-        # XX takes memory while it runs.
+        # plan might not reach this bound, since what it recomputes takes memory while it runs.
         fold, most = Fold(self.program), 0
         for code, arg in self.program.events:
             if code not in (_PACK, _RELEASE):
