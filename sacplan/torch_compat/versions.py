@@ -78,7 +78,7 @@ def _is_there(name: str) -> bool:
     parts = name.split(".")
     found: Any = torch
     for i, part in enumerate(parts[1:], 2):
-        # A module that is imported need not be an attribute of its package.
+        # An imported module need not be an attribute of its package.
         found = getattr(found, part, sys.modules.get(".".join(parts[:i])))
         if found is None:
             return False

@@ -196,7 +196,7 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
     @property
     def communicators(self) -> int:
-        """The number of NCCL communicators of a rank: for shards, replicas, and shards of fewer ranks after a forward."""
+        """The number of NCCL communicators of a rank: for shards, replicas, and shards over fewer ranks."""
         of_fewer = self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool)
         return 1 + (self.replicas > 1) + of_fewer
 
