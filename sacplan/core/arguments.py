@@ -27,7 +27,7 @@ S = TypeVar("S", bound="Saved")
 # What ``typing.get_origin`` gives for ``Sequence[...]`` and ``Iterable[...]``.
 _SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable)
 
-_ALIKE = 0.55  # from this ratio of difflib on, an unknown argument is taken for a known one
+_ALIKE = 0.55  # difflib's ratio from which an unknown argument is taken for a known one
 
 
 def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -47,7 +47,7 @@ def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]],
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             __tracebackhide__ = True  # pytest shows the line of the caller
-            # Bound before the call, so that a missing or an unknown argument raises ``error`` as well.
+            # Bound before the call, so that a missing or unknown argument raises ``error`` as well.
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError as wrong:
@@ -65,7 +65,7 @@ def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]],
 
 
 def _meant(signature: inspect.Signature, given: Collection[str]) -> str:
-    """Return a question that suggests a known argument for an unknown one; ``""`` if none is like it.
+    """Return a question with the argument that an unknown one is most like; ``""`` if none is.
 
     Names are compared word by word as well, since their lengths may differ: ``grad_accum`` stands for
     ``accumulation_steps``, and ``batch_size`` for ``batch``.
@@ -105,8 +105,8 @@ def evaluated(annotation: Any, names: dict[str, Any]) -> Any:
 
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value may be passed where ``hint`` is asked for."""
-    # From the loosest hints to the strictest. A hint that is not understood (a name, a type variable) lets everything
-    # pass: this check is there for better messages, and must not refuse what the function takes.
+    # A hint that is not understood (a name, a type variable) lets everything pass: this check is there for better
+    # messages, and must not refuse what the function takes.
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or isinstance(hint, (str, TypeVar)):
         return True
@@ -115,7 +115,7 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is typing.Union or origin is types.UnionType:
         return any(fits(value, member) for member in inner)
     if origin is typing.Literal:
-        # Only the type: the function itself refuses other values, and its message lists those that it knows.
+        # Only the type: the function itself says in a better sentence which values it takes.
         return any(type(value) is type(literal) for literal in inner)
     if hint in (int, float):
         # numpy's numbers may stand for Python's, but True is no 1.
@@ -143,11 +143,11 @@ def fits(value: Any, hint: Any) -> bool:
 
 def _fits_items(value: Any, item: Any) -> bool:
     if isinstance(value, str):
-        return item is str  # the function itself takes it as one pattern, or says what is wrong
-    # These are iterable, too, but where a sequence of patterns or budgets is asked for they are mistakes.
+        return item is str  # one pattern, or a mistake that the function itself explains
+    # These are iterable, too, but given for a sequence of patterns or budgets they are mistakes.
     if isinstance(value, (bytes, Mapping, torch.Tensor)) or not isinstance(value, collections.abc.Iterable):
         return False
-    # Only items of lists and tuples are checked: to iterate over an iterator would use it up.
+    # Only items of lists and tuples are checked: checking those of an iterator would use it up.
     return not isinstance(value, (list, tuple)) or all(fits(v, item) for v in value)
 
 
@@ -155,7 +155,7 @@ class Saved(Protocol):
     """A value that may be given as itself or as the file that it was saved to, such as a profile."""
 
     MADE_BY: ClassVar[str]
-    """How to make such a value, for messages of errors."""
+    """How to make such a value."""
 
     @classmethod
     def load(cls: type[S], path: str | Path) -> S:
@@ -173,8 +173,8 @@ def opened(value: S | str | Path | None, kind: type[S]) -> S | None:
 
 
 def _misfit(name: str, value: Any, hint: Any, asked: Any) -> str:
-    """Return what is wrong with a value that does not fit; if it is a sequence, with its first item that does not."""
-    # The annotation is a type with ``MADE_BY``, or a union of one with ``str`` and ``Path``.
+    """Return what is wrong with a value that does not fit, or with the first such item of a sequence."""
+    # The annotation may be a union of a ``Saved`` type with ``str`` and ``Path``.
     saved = next((kind for kind in (hint, *typing.get_args(hint)) if hasattr(kind, "MADE_BY")), None)
     if saved is not None:
         given = f"a {type(value).__name__}" if value is not None else "None"

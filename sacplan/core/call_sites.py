@@ -49,8 +49,7 @@ class StepDifference:
     Attributes:
         unit: fqn of the module.
         place: in the call, see ``CallSite``.
-        ran, recorded: the op that ran and the one that was recorded, with the ranks of their tensor arguments; None
-            where there was none.
+        ran, recorded: the op that ran and the recorded one, as ``described``; None where there was none.
     """
 
     unit: str
@@ -84,12 +83,11 @@ class CallSites:
         """Return the place of the next op.
 
         Args:
-            around: the module calls around the op, outermost first, each with a key that tells two calls apart, and
-                its name.
+            around: the module calls around the op, outermost first, each as a key that tells calls apart, and a name.
         """
         keys = tuple(around)
-        # Keys tell a new call of a module from its last one. Calls that are also around the last op keep their
-        # numbers, the others get new ones. After ``forget`` there may be fewer keys than calls.
+        # Keys tell a new call of a module from its last one. Calls around the last op keep their numbers, others get
+        # new ones. After ``forget`` there may be fewer keys than calls.
         if keys != self._keys or len(keys) < len(self.calls):
             common = _n_common(keys, self._keys)
             new = tuple((name, self._seen[name]) for _, name in keys[common:])

@@ -22,8 +22,8 @@ class Compilation(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     Attributes:
         modules: names of the modules that are compiled, each by itself; ``""`` is the model.
         backend, mode, dynamic, fullgraph, options: as for ``torch.compile``.
-        recorded: whether the modules ran compiled in the recorded step. False for the step that ``Profile.uncompiled``
-            gives, from which proposals for a plan come; only this has the two fields below.
+        recorded: whether the recorded step ran compiled. False for ``Profile.uncompiled``, from which proposals come,
+            and which alone has the next two fields.
         broken: modules in which the compiler broke the graph: they are no units.
         untraced: names of ops for which the compiler traces other ops: plans keep their outputs.
     """

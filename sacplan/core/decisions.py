@@ -41,7 +41,7 @@ class AnyDecision(Struct, frozen=True, forbid_unknown_fields=True, tag_field="te
 
     @property
     def sites(self) -> tuple[CallSite, ...]:
-        """The call sites in the unit that the decision is about; none unless a class says otherwise."""
+        """The call sites in the unit that the decision is about: none, by default."""
         return ()
 
 
@@ -84,7 +84,7 @@ class Partition(AnyDecision, frozen=True, tag="partition"):
     This is recomputation by the compiler: PyTorch splits the joint graph at the saved values.
 
     Attributes:
-        unit: fqn of the compiled module, ``""`` for the model itself; the first of several modules that share a graph.
+        unit: fqn of the compiled module, ``""`` for the model itself; the first one of those that share a graph.
         graph: which graph, by its ops and sizes (``graph_key`` in ``sacplan/torch_compat/partitioning.py``).
         saved: names of the nodes that are saved.
     """
@@ -97,7 +97,7 @@ class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
     """Run some ops in slices of one dimension.
 
     The temporaries of a slice are freed before the next one begins. The size is split into ``slices`` slices of equal
-    length; the last one may be shorter. The size is that of each call, which may differ from the recorded one.
+    length; the last one may be shorter. It is the size in the current call, not the recorded one.
 
     Attributes:
         unit: fqn of the module, ``""`` for the model itself.
@@ -126,7 +126,7 @@ class SeenTensor(NamedTuple):
 
     Attributes:
         unit, op, occurrence, place: the call site, as in ``Site``.
-        tensor: its position among the tensors of the op's arguments, followed by those of its outputs.
+        tensor: its position among the tensors of the op's arguments and then of its outputs.
     """
 
     unit: str
@@ -160,7 +160,7 @@ class Offload(SiteDecision, frozen=True, kw_only=True, tag="offload", omit_defau
 
     @property
     def units(self) -> tuple[str, ...]:
-        """The modules whose forward the decision replaces: ``let_go`` and ``fetch`` may name other ones."""
+        """The modules whose forward the decision replaces, with those of ``let_go`` and ``fetch``."""
         others = [self.let_go.unit, *([] if self.fetch is None else [self.fetch.unit])]
         return tuple(dict.fromkeys((self.unit, *others)))
 
@@ -206,7 +206,7 @@ def discarded_by(decisions: Iterable[Decision]) -> dict[str, dict[CallSite, int]
     """Return the call sites that decisions recompute, by unit."""
     found: dict[str, dict[CallSite, int]] = {}
     for decision in decisions:
-        # Only recomputation discards what single call sites make; decisions of other techniques are skipped.
+        # Only recomputation discards what single call sites make; other decisions are skipped.
         if isinstance(decision, Recompute):
             found.setdefault(decision.unit, {})[decision.sites[0]] = decision.times
     return found

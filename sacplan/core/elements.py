@@ -44,7 +44,7 @@ def by_pattern(values: Mapping[K, V], among: Mapping[K, V], pattern: Callable[[K
     alike: dict[K, set[V]] = defaultdict(set)
     for key, value in among.items():
         alike[pattern(key)].add(value)
-    # A pattern stands for every entry of ``among`` that has it, and ``among`` may have more of them than ``values``.
+    # A pattern stands for every entry of ``among`` that has it, not only for those that are in ``values``.
     return {pattern(key) if len(alike[pattern(key)]) == 1 else key: value for key, value in values.items()}
 
 
@@ -158,7 +158,7 @@ class Op(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
         forward_of: of an op of the backward pass, the forward op whose gradient it computes (of a custom
             ``autograd.Function``, its first op), as autograd's sequence numbers tell it; -1 where there is none.
         recomputes: the op that this one runs again; -1 for an op of the recorded step.
-        runs: how many ops of a loop over slices this op stands for; its time and FLOPs are those of all of them.
+        runs: how many ops of a loop over slices this op stands for; its time and FLOPs are their sums.
     """
 
     name: Name

@@ -32,7 +32,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         batch: path, shape and dtype of each tensor.
         local_shapes: of parameters that are DTensors, on the rank that made this. Not compared: on the last ranks they
             may be smaller.
-        setup: how the recorded step was set up. A difference causes a ``SacplanWarning``; the model is still the same.
+        setup: how the recorded step was set up. A difference causes a ``SacplanWarning`` only.
         calls: the different calls of the model in the step. Not compared either: a watched model says where a later
             call takes more.
         target: the arguments from which the command line made the model and the batch, if it can make them again.
@@ -66,7 +66,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
     @property
     def calls_or_batch(self) -> tuple[ModelCall, ...]:
-        """The calls of the model; if there was none, since the loss calls only parts of it, one made of the batch."""
+        """The calls of the model; if the loss calls only parts of it, one call made of the batch."""
         batch = tuple((path, shape) for path, shape, _ in self.batch if shape)
         return self.calls or (ModelCall(batch, with_gradients=True),)
 
@@ -105,8 +105,8 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
         ``target``, ``setup``, ``calls`` and ``local_shapes`` are not compared.
         """
-        # A plan depends on none of these: ``target`` says how to make the model, ``setup`` and ``calls`` only cause
-        # warnings, and ranks whose ``local_shapes`` differ have the same plan.
+        # None of these changes shapes that a plan depends on: ``target`` says how to make the model, ``setup`` and
+        # ``calls`` only warn, and ranks whose ``local_shapes`` differ have the same plan.
         ours, theirs = (
             structs.replace(fingerprint, target=None, setup=Setup(), calls=(), local_shapes=None)
             for fingerprint in (self, other)
@@ -141,7 +141,7 @@ def local_shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]] | None
         for name, p in unwrapped(model).named_parameters()
         if stands_for_another(p)
     }
-    # None is the default of the field, so that it is left out of files of models without DTensors.
+    # None, the default, is left out of files.
     return found or None
 
 
@@ -160,7 +160,7 @@ def _compare(
                 f"this plan was made for {whose}: the first {what} that differs is {old[0]!r} {old[1]} {old[2]} in "
                 f"the plan, here {new[0]!r} {new[1]} {new[2]}. Make a plan for this one with sacplan.plan."
             )
-    # All entries that have a counterpart agree, so the first difference is the next entry of the longer sequence.
+    # All pairs agree, so the first difference is the next entry of the longer sequence.
     if len(planned) != len(here):
         longer = planned if len(planned) > len(here) else here
         name = longer[min(len(planned), len(here))][0]

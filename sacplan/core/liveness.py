@@ -38,7 +38,7 @@ class Fold:
 
     Args:
         program: the program that the indices of the events refer to.
-        patch: a patch of the program; indices beyond those of the program refer to what the patch adds.
+        patch: a patch of the program; indices beyond the program's refer to what it adds.
         initial: storages alive when the events begin; by default those of the step.
 
     Attributes:
@@ -54,7 +54,7 @@ class Fold:
         self._program = program
         self._patch = patch
         self._n_ops = len(program.ops)
-        # Storage sizes and storages of handles and instances: those of the program, and after these the patch's.
+        # By index, those of the program, and after these those of the patch.
         self._sizes: Any = list(program.first_bytes) if program.resizes else program.storage_bytes
         self._handles: Any = program.handle_storages
         self._instances: Any = program.instance_storages
@@ -131,7 +131,7 @@ class Fold:
             self._resize(*self._program.resizes[arg])
 
     def _resize(self, storage: int, before: int, after: int) -> None:
-        # Through ``release`` and ``hold``, which subclasses extend: with the count set to 1 they change the bytes.
+        # Through ``release`` and ``hold``, which subclasses extend; with a count of 1 both change the bytes.
         n, self.holders[storage] = self.holders[storage], 1
         if n:
             self.release(storage)
@@ -229,7 +229,7 @@ def footprint_of(program: Recording) -> Footprint:
 
 
 def summits(program: Recording, share: float) -> Iterator[Footprint]:
-    """Yield a footprint for each kind of module, with the highest moment of that kind as its peak, the highest first.
+    """Yield a footprint for each kind of module, with the highest moment of the kind as its peak, highest first.
 
     The first one is the footprint of the program. Layers that are alike are of one kind.
 
@@ -260,7 +260,7 @@ def summits(program: Recording, share: float) -> Iterator[Footprint]:
 
 
 def bytes_at_ops(program: Recording) -> Bytes:
-    """Return, by op, the bytes alive while it runs: ``Liveness.at_op``, without the cost of a whole ``Liveness``."""
+    """Return, by op, the bytes alive while it runs: ``Liveness.at_op``, without the cost of the rest."""
     fold, found = Fold(program), np.zeros(len(program.ops), dtype=np.int64)
     step = fold.step
     for code, arg in program.events:
@@ -307,7 +307,7 @@ class _FoldByKind(Fold):
         self.by_kind[self._program.storage_kinds[storage]] += self.live - before
 
     def while_running(self, op: int) -> tuple[int, ...]:
-        """Return bytes by kind while ``op`` ran, which must be the last event that was stepped over."""
+        """Return bytes by kind while ``op`` ran, which must be the last event."""
         kinds = list(self.by_kind)
         kinds[StorageKind.TEMPORARY] += self._program.inside_bytes[op]
         return tuple(kinds)
@@ -368,8 +368,8 @@ class Liveness:
         for position, (code, arg) in enumerate(program.events):
             before[position] = fold.live
             step(code, arg)
-            # An op may write several storages, and a module call holds none. Every other event is of one storage, and
-            # is dealt with at the end of the loop.
+            # An op may write several storages, and a module call holds none. All other events are of one storage, which
+            # the end of the loop handles.
             if code == _OP:
                 op_events[arg] = position
                 at_op[arg] = fold.noted
@@ -462,7 +462,7 @@ class Liveness:
 
     @cached_property
     def end_of_forward(self) -> int:
-        """The position of the first op after the forward pass; the number of events if there is none."""
+        """The position of the first op after the forward pass, or the number of events."""
         ops = self.program.ops
         # Ops that a rewrite has left out have position -1, which would be before all others.
         later = (

@@ -74,9 +74,9 @@ class Larger(NamedTuple):
 def larger_than(here: Shapes, planned: Iterable[Shapes]) -> Larger | None:
     """Return the first tensor that is larger than in the first planned call; None if some call is as large in all.
 
-    A tensor is larger if it is longer in any dimension, even if other dimensions are shorter: kernels pad each sample,
-    so more and shorter samples may take more. Tensors that only one of the two calls has are not compared. Nor are
-    tensors with one dimension, such as the offsets of packed samples, if others have more.
+    A tensor is larger if it is longer in any dimension. So more and shorter samples count, even with no more tokens
+    together: kernels pad each of them. Tensors that only one of the two calls has are not compared. Nor are tensors
+    with one dimension, such as the offsets of packed samples, where others have more.
     """
     deep = [(path, shape) for path, shape in here if len(shape) > 1]
     first = None

@@ -24,7 +24,7 @@ def matching_modules(names: Sequence[str], patterns: Iterable[str], argument: st
     """Return the modules that patterns name (``*`` also matches dots), by pattern; of nested matches the outermost.
 
     Raises:
-        TraceError: a pattern matches nothing; the message names ``argument``, and lists near names.
+        TraceError: a pattern matches nothing; the message lists near names.
     """
     found: dict[str, None] = {}
     for pattern in patterns:
@@ -89,7 +89,7 @@ def braced(names: Sequence[str]) -> list[str]:
     for i in range(max(map(len, found), default=0)):
         alike: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
         for parts in found:
-            # A name of one part shares none with others, and one without a part ``i`` does not differ in it.
+            # A name of one part, or without a part ``i``, is left alone.
             rest = (*parts[:i], "*", *parts[i + 1 :]) if 1 < len(parts) > i else tuple(parts)
             alike[rest].append(parts)
         found = [
@@ -116,7 +116,7 @@ def shown_module(program: Program, op: int, model: str) -> str:
 
 
 def short_op(name: str) -> str:
-    """Return a short name of an op, as reports show it.
+    """Return a short name of an op.
 
     ``"aten.mm.default"`` becomes ``"matmul"``, ``"aten.add_.Tensor"`` ``"add_"``, ``"sacplan.copy_to_host"`` ``"copy to
     host"``.

@@ -9,13 +9,11 @@ _MOST = 3  # names in a message
 
 
 def near_names(name: str, known: Iterable[str], shown: Callable[[str], str] = str) -> list[str]:
-    """Return up to three known names like an unknown one: those of similar spelling, then those with a common part.
-
-    The common part is the whole unknown name or the whole known one.
+    """Return up to three known names like an unknown one: by spelling, then those that contain it or that it contains.
 
     Args:
         name: the unknown name; stars and dots around it do not matter.
-        known: the known names. Of a dotted one, the last part is compared as well, unless it is a number.
+        known: all names. Of a dotted one, the last part is compared as well, unless it is a number.
         shown: how to write a known name.
     """
     names = [candidate for candidate in known if candidate]

@@ -34,7 +34,7 @@ def recomputed_from_updated(program: Program) -> int | None:
         if code != Event.OP:
             continue
         op = program.ops[arg]
-        # Only an update between an op and its recomputation matters, so the moments of updates and of ops are kept.
+        # Only an update between an op and its recomputation matters, so the moments of both are kept.
         if op.phase is Phase.OPTIMIZER:
             updated.update(dict.fromkeys(op.mutates, moment))
         elif op.recomputes < 0:

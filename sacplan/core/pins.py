@@ -14,7 +14,7 @@ How a pattern is read:
 
 ``keep``: the outputs of ops of that name, and of any op in these modules, are never discarded. ``never``: the same for
 these modules, and neither they nor anything around or inside of them is a unit, so nothing watches their ops.
-A module around a ``never`` module is planned for by the units that are left inside of it. Its own ops, outside of these
+A module around such a module is planned for by the units that are left inside of it. Its own ops, outside of these
 units, stay as they are.
 """
 
@@ -60,7 +60,7 @@ class Pins:
 
     @property
     def said(self) -> str:
-        """The reasons why ops and modules are left alone, for a message."""
+        """Why ops and modules are left alone, in words."""
         named = (("keep", self.keep), ("never", self.never))
         words = [f"{argument}={list(patterns)!r}" for argument, patterns in named if patterns]
         # Modules may be left alone without a pattern, because of how the model was made.
@@ -142,7 +142,7 @@ def resolve_pins(
     left_alone = {fqn for pattern in never for fqn in known.modules(pattern, "never")}
     alone = _scopes_of(program, left_alone.union(scripted))
     widest_units = _widest_units(program, alone, compiled) if never or compiled or scripted else None
-    # Modules that the step itself checkpoints stay as they are, as if ``keep`` named them.
+    # Modules that the step itself checkpoints are kept, as if ``keep`` named them.
     pinned = alone | _scopes_of(program, kept_modules.union(checkpointed))
     forward = [i for i, op in enumerate(program.ops) if op.phase == Phase.FORWARD]
     named_ops = kept_ops.union(i for i in forward if program.ops[i].scope in pinned)
@@ -204,7 +204,7 @@ class _Names:
                 self._later.add(op.name)
 
     def modules(self, pattern: str, argument: str) -> list[str]:
-        """Return the names of modules that match the pattern; ``_scopes_of`` adds what is inside of them."""
+        """Return the modules that match the pattern, without what is inside of them."""
         found = [name for name in self._modules if names_module(pattern, name)]
         if not found:
             message = f"{argument}: {pattern!r} matches nothing. It was read as the name of a module."
@@ -217,7 +217,7 @@ class _Names:
         return found
 
     def ops(self, pattern: str) -> list[int]:
-        """Return the recorded forward ops whose name matches the pattern."""
+        """Return the recorded forward ops that match the pattern."""
         dotted = pattern.replace("::", ".")
         found = [i for name, ops in self._ops.items() if _matches(name, dotted) for i in ops]
         if not found:
@@ -227,7 +227,7 @@ class _Names:
             else:
                 message += did_you_mean(dotted, self._packets())
             raise PlanError(f"{message} See sacplan.plan for how patterns are read.")
-        # Views have no memory of their own, so to keep only views would keep nothing.
+        # Views have no memory of their own, so keeping them keeps nothing.
         if not any(self._program.ops[i].writes or self._program.ops[i].mutates for i in found):
             raise PlanError(
                 f"keep: {pattern!r} names ops that make nothing of their own, only views of what other ops made. Name "
@@ -240,7 +240,7 @@ class _Names:
 
 
 def _packet(name: str) -> str:
-    """Return the name of an op without its overload: ``aten.mm`` for ``aten.mm.default``."""
+    """Return ``aten.mm`` for ``aten.mm.default``."""
     return name.rpartition(".")[0]
 
 
@@ -249,7 +249,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _with_outer(names: Iterable[str]) -> Iterable[str]:
-    """Yield each name after the names of the modules around it; the model's own, ``""``, comes first."""
+    """Yield each name after those of the modules around it, of which ``""``, the model, is the first."""
     for name in names:
         yield ""
         parts = name.split(".")
@@ -274,7 +274,7 @@ def _compiled(program: Program, fingerprint: Fingerprint) -> set[int]:
     if how is None:
         return set()
     found = {call for fqn in how.modules for call in program.calls.get(fqn, ())}
-    # Each call from a broken module lies in a graph of its own, around which there must be no unit either.
+    # Each call from a broken module lies in a graph of its own: no unit is around that graph.
     scopes = program.scopes
     return found | {i for i, s in enumerate(scopes) if s.parent >= 0 and scopes[s.parent].fqn in how.broken}
 
@@ -285,8 +285,8 @@ def _widest_units(program: Program, alone: set[int], compiled: set[int]) -> tupl
     A module with a call in or around a module that is left alone is no unit in any of its calls: a recipe belongs to a
     module, not to a call.
     """
-    # Barred are the modules left alone, and all modules around them or around compiled ones. Among the others, the
-    # outermost call around a scope, or the scope itself, is its widest unit.
+    # Barred are the modules left alone, and all around them or around compiled ones. Of the other calls, the outermost
+    # around a scope, or the scope, is its widest unit.
     scopes = program.scopes
     barred = {scopes[scope].fqn for scope in alone}
     barred.update(scopes[a].fqn for scope in alone | compiled for a in program.ancestors(scope))

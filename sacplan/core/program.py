@@ -96,7 +96,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
             handle_ops=self.handle_ops + (patch.handle_ops or unknown),
             instance_handles=self.instance_handles + patch.instance_handles,
             parameter_bytes={**self.parameter_bytes, **patch.parameter_bytes},
-            # Where a rewrite changes the size of a storage, both sizes of its resizes change in proportion.
+            # In proportion, where a rewrite changes the size of the storage.
             resizes=tuple(
                 (s, *(n * patch.resized.get(s, whole) // whole for n in n_bytes))
                 for s, *n_bytes in self.resizes
@@ -109,7 +109,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
 
         Ops that no longer run are left out, and so are handles that autograd no longer takes.
         """
-        # -1 takes the place of an op that was left out, where another op refers to it.
+        # References to ops that were left out become -1.
         order = [arg for code, arg in self.events if code == Event.OP]
         place = {op: i for i, op in enumerate(order)} | {-1: -1}
         ops = tuple(
@@ -174,7 +174,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
     def left_out(self) -> frozenset[int]:
         """Ops that a rewrite took out of the events; none in a recorded program."""
         ran = {arg for code, arg in self.events if code == Event.OP}
-        # An op runs at most once (what runs again is an op of its own). So if the counts agree, none is left out.
+        # An op runs at most once (a second run is an op of its own), so equal counts mean that all ran.
         return frozenset() if len(ran) == len(self.ops) else frozenset(range(len(self.ops))) - ran
 
     @cached_property
@@ -214,14 +214,14 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         return tuple(dict.fromkeys(scope.fqn for scope in self.scopes if scope.parent == ROOT_SCOPE))
 
     def outermost_module(self, scope: int) -> str | None:
-        """Return the module of the outermost call around a module call, or of the call itself; None outside of all."""
+        """Return the module of the outermost call around a scope, or of itself; None outside of all."""
         return None if scope == ROOT_SCOPE else self.scopes[(scope, *self.ancestors(scope))[-1]].fqn
 
     def common_scope(self, scopes: Iterable[int]) -> int:
         """Return the innermost module call that contains all of these, or is one of them; -1 if there is none."""
         # An op outside of all calls has an empty path, so that nothing is common.
         paths = [{scope, *self.ancestors(scope)} - {ROOT_SCOPE} for scope in scopes]
-        # A parent has a lower index than its children, so the innermost common call has the highest index.
+        # Parents come first, so the innermost common call has the highest index.
         return max(set.intersection(*paths), default=ROOT_SCOPE) if paths else ROOT_SCOPE
 
     def ops_in(self, scope: int) -> range:
@@ -260,8 +260,8 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
     def _places(self, scope: int) -> Iterator[tuple[int, CallSites, bool]]:
         """Yield each forward op of one module call, its place, and whether it computes something.
 
-        The same ``CallSites`` is yielded for each op and moves on with the ops: read its place before the next op. Only
-        an op that computes something moves it, so a view has the place of the op before it.
+        The place is that of one ``CallSites``, which moves on with the ops: read it before the next op. Only ops that
+        compute something move it, so a view has the place of the op before it.
         """
         # Names relative to the unit, so that equal layers have equal call sites.
         unit = self.scopes[scope].fqn
@@ -281,7 +281,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
             op = self.ops[i]
             # The range of a call still has the ops that a rewrite has left out.
             if op.phase == Phase.FORWARD and i not in self.left_out:
-                # Launches of Triton kernels move no place either: a step with a plan does not show them.
+                # Launches of Triton kernels move no place: a step with a plan does not show them.
                 computes = is_computation(op.name) and op.name != TRITON_KERNEL_NAME
                 if computes:
                     places.at(calls(op.scope))
@@ -305,8 +305,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
 
     def depends(self, later: Collection[int], earlier: Collection[int]) -> bool:
         """Whether one of the ops ``later`` reads, directly or through others, an output of one of ``earlier``."""
-        # One pass in the order of execution: storages that follow from ``earlier`` are marked, until one of ``later``
-        # reads such a storage.
+        # One pass in the order of execution: what follows from ``earlier`` is marked, until one of ``later`` reads it.
         marked: set[int] = set()
         # ``min`` and ``max`` need an element.
         if not later or not earlier:
@@ -343,7 +342,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
 
 def _changed(things: tuple[T, ...], by: Mapping[int, T]) -> tuple[T, ...]:
     """Return a tuple with some of its entries replaced."""
-    # Most patches leave most fields alone: a program and its rewritings share these.
+    # Most patches leave most fields alone: programs share these.
     if not by:
         return things
     found = list(things)

@@ -1,4 +1,4 @@
-"""Build a patch of a program: collect what the patch adds and changes, and insert pieces that were recorded elsewhere.
+"""Build a patch of a program: collect additions and changes, and insert pieces that were recorded elsewhere.
 
 Each rewrite goes through the events of a program, and puts other events in the place of some:
 
@@ -52,7 +52,7 @@ class Table(Generic[T]):
         return self.changed[index] if index in self.changed else self._known[index]
 
     def __setitem__(self, index: int, thing: T) -> None:
-        # The known things belong to the program, which must not change, so their new values are kept in ``changed``.
+        # The known things belong to the program, which stays as it is: their new values are kept in ``changed``.
         if index >= len(self._known):
             self.new[index - len(self._known)] = thing
         else:
@@ -90,7 +90,7 @@ class PatchBuilder:
 
     @classmethod
     def continuing(cls, program: Recording, patch: Patch) -> PatchBuilder:
-        """Return a builder that holds a patch of the program already: new things come after those of the patch."""
+        """Return a builder that begins with a patch of the program: new things come after those of the patch."""
         draft = cls(program)
         draft.add(patch)
         return draft
@@ -160,8 +160,8 @@ class PatchBuilder:
         """Add ops that were recorded elsewhere, in the order in which they run.
 
         Args:
-            events: the recorded events, with ops by their position in ``ops``. Only events of ops, allocations and
-                frees are taken; those of module calls and handles are dropped.
+            events: the recorded events, with ops by their position in ``ops``. Events of module calls and handles are
+                dropped.
             ops: the recorded ops.
             indices: translate storages and tensors to those of the program.
 
@@ -178,7 +178,7 @@ class PatchBuilder:
 
     def patch(self) -> Patch:
         """Return the patch."""
-        # A patch sets both storage and tensor of a changed handle: what the rewrite did not set stays as it was.
+        # A patch has both of a changed handle: what was not set stays as it was.
         changed = {*self.handle_storages.changed, *self.handle_tensors.changed}
         return Patch(
             events=self.events,

@@ -147,7 +147,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
     def mode_differences(self, here: Setup) -> tuple[SetupDifference, ...]:
         """Return differences in training and eval mode, which are known once a step runs."""
         # A probability changes no shape: only modules that drop values here, and dropped none in the plan, take more.
-        # Nothing is said of mixed modes, which a loop may set before each step.
+        # Mixed modes a loop may set before each step: they need no advice.
         more = "mixed" not in (self.modules, here.modules) and here.dropout.keys() - self.dropout.keys()
         advice = "Dropout keeps a mask of what it drops: call model.train() before sacplan.profile too."
         modules = _differing("modules", self._modes(), here._modes())
@@ -158,8 +158,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
 
     def step_differences(self, here: Setup) -> tuple[SetupDifference, ...]:
         """Return differences in the loss, the optimizer and autocast."""
-        # Two names may stand for the same loss, so there is advice only if one of the two is the default sum of all
-        # outputs, which no given loss_fn computes.
+        # Two names may stand for the same loss, but no given loss_fn is the default sum of all outputs.
         loss = "Give the loss_fn that was profiled." if SUM_OF_OUTPUTS in (self.loss, here.loss) else ""
         autocast = "Enter the same torch.autocast as around sacplan.profile."
         return (
@@ -237,7 +236,7 @@ def optimizer_name(optimizer: Any) -> str:
             if value or (name == "foreach" and value is not None):
                 options[name] = value
     shown = ", ".join(f"{name}={value}" for name, value in options.items())
-    # An optimizer of sacplan with the state and temporaries of another class names that class in ``stands_for``.
+    # An optimizer of sacplan with the sizes of another class names it in ``stands_for``.
     return getattr(optimizer, "stands_for", type(optimizer).__name__) + (f"({shown})" if shown else "")
 
 
@@ -300,7 +299,7 @@ def _in_eval(model: torch.nn.Module) -> tuple[str, ...]:
 def _dropout(model: torch.nn.Module) -> dict[str, float]:
     """Return, by module pattern, the probability with which modules in training mode drop values.
 
-    These are ``nn.Dropout`` and its relatives, and modules with a float attribute like ``attention_dropout``.
+    These are ``nn.Dropout`` and the like, and modules with a float attribute like ``attention_dropout``.
     """
     found: dict[str, float] = {}
     for fqn, module in model.named_modules():
@@ -315,7 +314,7 @@ def _dropout(model: torch.nn.Module) -> dict[str, float]:
         p = max((float(value) for value in given if 0 < value <= 1), default=0.0)
         if p > 0:
             pattern = pattern_of(fqn)
-            # One pattern stands for several layers: the highest of their probabilities counts.
+            # Of the layers with one pattern, the highest probability counts.
             found[pattern] = max(p, found.get(pattern, 0.0))
     return found
 

@@ -24,9 +24,8 @@ def replacing(path: str | Path) -> Iterator[Path]:
             frame.to_csv(part)
 
     If the block raises, what it wrote is removed and ``path`` stays as it was. A file that exists keeps its
-    permissions, and if it is not writable, a ``PermissionError`` is raised as by ``open``. A symbolic link stays a
-    link: the file that it points to is replaced. Anything but a regular file (``/dev/stdout``, a pipe) cannot be
-    replaced, and is written to directly.
+    permissions; if it is not writable, a ``PermissionError`` is raised as by ``open``. A symbolic link stays a link:
+    its target is replaced. Anything but a regular file (``/dev/stdout``, a pipe) is written to directly.
 
     Nothing is synchronized to disk: this is about readers, not about power cuts.
     """
@@ -48,7 +47,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     if not os.access(path.parent if mode is None else path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     # In the same directory, since renaming is atomic within a file system only. The name is random, since several
-    # threads, processes or machines may write at once. It ends as the file does, since some writers go by the suffix.
+    # threads, processes or machines may write at once. Some writers go by the suffix, so it is kept.
     part = path.with_name(f".{secrets.token_hex(8)}-{path.name[-128:]}")
     try:
         yield part

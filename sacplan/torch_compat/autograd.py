@@ -97,8 +97,8 @@ def called_by_autograd() -> bool:
 
     Call it from the recorder's ``__torch_dispatch__``, or from functions of ``record`` that it calls.
     """
-    # Skip our own frames. The next one is of the code that called the op: of the function that starts the engine if the
-    # engine or a C++ formula called it, of another if the backward of a custom function, a hook or a mode did.
+    # Skip our own frames. The next one is that of the caller: the function that starts the engine if the engine or a
+    # C++ formula called the op; another one if the backward of a custom function, a hook or a mode did.
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back  # type: ignore[assignment]

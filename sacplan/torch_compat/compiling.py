@@ -25,12 +25,12 @@ from sacplan.torch_compat.versions import torch_names
 def keep_dynamo_out(package: str, *names: str) -> None:
     """Keep Dynamo from compiling the functions of some modules, which dispatch modes call.
 
-    Without this, code compiled inside a unit would be compiled together with the recorder that watches its ops, which
-    takes seconds, recompiles, and gains nothing.
+    Without this, code compiled inside a unit would be compiled with the recorder that watches its ops: that takes
+    seconds, recompiles, and gains nothing.
 
     Args:
         package: where the modules are.
-        names: their names in the package; if none are given, all of its modules that are imported so far.
+        names: their names in the package; without any, all that are imported so far.
     """
     modules = [importlib.import_module(f"{package}.{name}") for name in names]
     modules = modules or [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
@@ -52,8 +52,8 @@ def is_exporting() -> bool:
 
 
 def warn_compiling(key: str, message: str) -> None:
-    """Warn from code that Dynamo traces, once for each key, since Dynamo may trace the same code several times."""
-    # The function called at compile time reads ``key`` and ``message`` from this frame.
+    """Warn from code that Dynamo traces, once for each key, since it may be traced several times."""
+    # Reads ``key`` and ``message`` of this frame.
     torch._dynamo.comptime.comptime(_warn_while_compiling)
 
 
@@ -78,7 +78,7 @@ def compiled_in_place(model: Any) -> Iterator[Any]:
     """Replace each ``torch.compile`` wrapper in the model by the module that it wraps; undone on exit.
 
     It yields the model. Inside, modules have the names that they had before they were compiled, and a compiled module
-    is as after ``module.compile()``. Anything but a module is yielded unchanged.
+    is as after ``module.compile()``. What is no module is yielded as given.
 
     Raises:
         TraceError: ``torch.compiler.disable`` returned a module.

@@ -49,7 +49,7 @@ def gathered_parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def offloaded_parameters(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield the parameters, as ``fully_shard`` keeps them (``FSDPParam``), whose shards are on the host."""
+    """Yield the ``FSDPParam`` of each parameter whose shard is on the host."""
     for module in model.modules():
         for group in _groups_of(module):
             yield from (p for p in group.fsdp_params if p.offload_to_cpu)
@@ -193,7 +193,7 @@ def without_neighbours() -> Iterator[None]:
         from torch.distributed.pipelining import _utils as metas
 
         kind, stage_kind = schedules._PipelineSchedule, schedules.PipelineStage
-        kind._warmup_p2p, stage_kind._recv_meta, stage_kind._send_meta  # noqa: B018  (a missing name raises here)
+        kind._warmup_p2p, stage_kind._recv_meta, stage_kind._send_meta  # noqa: B018  (raises if missing)
 
     def alone(schedule: Any, stages: Any, has_backward: bool, *_: Any) -> None:
         asks = any(metas.InferenceMode.needs_dynamic(stage._user_meta, has_backward) for stage in stages)
@@ -258,7 +258,7 @@ def copyable(
     for parameter in (p for m in spread for group in _groups_of(m) for p in group.fsdp_params):
         twin_of(parameter.sharded_param)
         if hasattr(parameter, "_unsharded_param"):
-            memo[id(parameter._unsharded_param)] = None  # the copy makes its own
+            memo[id(parameter._unsharded_param)] = None  # not copied
     with ExitStack() as stack:
         for kind in {type(m) for m in model.modules() if m in spread or _replicate_state(m) is not None}:
             stack.enter_context(replaced(kind, __deepcopy__=_copied))
@@ -287,7 +287,7 @@ def _shared() -> Iterator[None]:
 
 
 def _reset_state(state: Any) -> None:
-    """Reset a copied state of ``fully_shard`` to what it is before the first forward, on fake tensors."""
+    """Reset a copied state of ``fully_shard`` to that before the first forward, on fake tensors."""
     with torch_names():
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
         from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
@@ -325,7 +325,7 @@ def reduce_by_hooks(model: torch.nn.Module) -> None:
 
 
 class _Answered:
-    """The work of a collective, with the fake tensors that it fills: its future has these, torch's has nothing."""
+    """The work of a collective on fake tensors, and these: its future has them, torch's has nothing."""
 
     def __init__(self, work: Any, *tensors: torch.Tensor) -> None:
         self._work, self._tensors = work, list(tensors)

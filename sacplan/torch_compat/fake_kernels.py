@@ -84,7 +84,7 @@ _KEEPS_TO = "_sacplan_keeps_to"
 
 
 def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    # Takes the place of FakeTensorMode's method, for every op of the process: without a kernel of ours it must be fast.
+    # Replaces FakeTensorMode's method for every op of the process: without a kernel of ours it must be fast.
     thread, otherwise = vars(mode).get(_KEEPS_TO, (None, None))
     if otherwise is not None and thread != threading.get_ident():
         raise otherwise()
@@ -94,7 +94,7 @@ def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwarg
             given = [_as_fake(mode, v) for v in args]
             named = {name: _as_fake(mode, v) for name, v in (kwargs or {}).items()}
         except _NotFake:
-            kernels = ()  # torch's own dispatch says what is wrong with the argument, or follows its value
+            kernels = ()  # torch's own says what is wrong with the argument, or follows its value
         else:
             # An op on Python numbers alone, torch.div(7, 2, rounding_mode="floor"), has a real result. A compiler may
             # trace with symbols for sizes, which C++ and our rules do not know; what it makes runs with numbers.
@@ -106,7 +106,7 @@ def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwarg
             out = kernel(mode, func, *given, **named)
             if out is not NotImplemented:
                 return out
-    # A long list, as of a foreach op over all parameters, goes without the cache; see ``_MOST_REMEMBERED``.
+    # Long lists, as in foreach ops: see ``_MOST_REMEMBERED``.
     if args and isinstance(args[0], (list, tuple)) and len(args[0]) > _MOST_REMEMBERED:
         if _only_writes(mode, func, args, kwargs):
             return None
@@ -125,7 +125,7 @@ def _has_symbols(values: Iterable[Any]) -> bool:
 
 
 def _only_writes(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a foreach op writes tensors in place and can do nothing else: neither raise nor return anything.
+    """Whether a foreach op writes tensors in place and can do nothing else: neither raise nor return any.
 
     Torch's own formula would run that of the single-tensor op for each tensor. That is not needed where all lists are
     of floating-point tensors of the same shapes and types, whose values FakeTensorMode does not know.
@@ -169,8 +169,8 @@ class _NotFake(Exception):
 
 
 def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
-    # A constant is a fake tensor whose value torch knows (``FakeTensor.constant``). Torch's own kernel computes with the
-    # value, and a result of ours would lose it.
+    # A constant is a fake tensor whose value torch knows (``FakeTensor.constant``). Torch's own kernel uses the value,
+    # and a result of ours would lose it.
     if isinstance(value, FakeTensor):
         if value.fake_mode is not mode or value.constant is not None or value.fake_device != CPU:
             raise _NotFake

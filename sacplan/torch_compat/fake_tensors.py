@@ -53,9 +53,9 @@ _MAKE_SUBCLASS: Any = torch.Tensor._make_subclass
 
 @contextmanager
 def fake_parameters() -> Iterator[None]:
-    """Inside, ``_make_subclass`` gives a plain, fake Parameter for a fake tensor and a subclass of Parameter.
+    """Inside, ``_make_subclass`` of a fake tensor and a subclass of Parameter gives a plain, fake Parameter.
 
-    bitsandbytes makes its parameters in this way.
+    bitsandbytes makes its parameters with it.
     """
 
     def made(kind: Any, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def _wrapped(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:
     attributes = vars(mode).get(_ATTRIBUTES)
     if attributes is None:
         first = FakeTensor(mode, meta, CPU)
-        # Without the mode, whose ``__dict__`` would then hold the mode itself until the garbage collector runs.
+        # Without the mode, which would then hold itself until the garbage collector runs.
         vars(mode)[_ATTRIBUTES] = {name: value for name, value in vars(first).items() if value is not mode}
         return first
     made: FakeTensor = _MAKE_SUBCLASS(

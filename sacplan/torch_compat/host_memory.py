@@ -38,12 +38,12 @@ _on_host: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def is_for_host(storage: Any) -> bool:
-    """Whether a storage counts as memory of the host: it was noted as such, or ``empty_on_host`` makes it now."""
+    """Whether a storage counts as the host's: it was noted, or ``empty_on_host`` makes it now."""
     return _making.for_host or _on_host.get(storage_key(storage)) is storage
 
 
 def note_on_host(storage: Any) -> None:
-    """Note that a storage is on the host, for a recorder that finds it when a step begins."""
+    """Note that a storage is on the host, for a recorder that begins later."""
     _on_host[storage_key(storage)] = storage
 
 

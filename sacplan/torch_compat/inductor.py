@@ -90,7 +90,7 @@ def _counted(what: str) -> Iterator[None]:
 
 
 def _noted(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiler of graphs, so that ``in_compiled_graph`` is true while its graphs run."""
+    """Wrap a compiler, so that ``in_compiled_graph`` is true while its graphs run."""
 
     @functools.wraps(compile_graph)
     def compiled(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +150,7 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
         return whole(*args, config_patches=patches or None, **kwargs)
 
     def copied(self: Any, memo: Any) -> Any:
-        # Constants of a graph may be real tensors, whose copies would be fake with modes on; fake ones are not copied.
+        # Real constants of a graph would become fake copies with modes on; fake ones are not copied.
         held = (*vars(self).values(), *self._buffers.values(), *self._parameters.values())
         memo |= {id(value): value for value in held if is_fake(value)}
         with _disable_current_modes():
@@ -167,7 +167,7 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
             replaced(guards, **dict.fromkeys(names, _allocate), _reinterpret_tensor=_reinterpret),
             replaced(compile_fx, compile_fx=without_measuring),
             replaced(debugging, boxed_nop=_noted(debugging.boxed_nop)),
-            # Nobody reads the code that would be printed of each graph.
+            # Nobody reads the printed code of graphs.
             replaced(torch.fx.GraphModule, __deepcopy__=copied, print_readable=_always("")),
             inductor_config.patch(
                 force_disable_caches=True,
@@ -212,7 +212,7 @@ def _reinterpret(tensor: Any, size: Any, stride: Any, offset: int = 0) -> torch.
 
 def _compile_inner(inner: Callable[..., Any], on_gpu: bool, graph: Any, inputs: Any, **kwargs: Any) -> Any:
     if on_gpu:
-        # A graph for inference has met no partitioner, so it is moved now. Graphs of training are on the GPU already.
+        # A graph for inference has met no partitioner; graphs of training are on the GPU already.
         inputs = _to_gpu(graph) if _is_on_cpu(graph) else _inputs_of(graph, inputs)
     return inner(graph, inputs, **kwargs)
 
@@ -235,8 +235,8 @@ def follow_generators(mode: type[Any]) -> None:
         from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
     def running(paused: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        # The mode is off while its handler runs, so it is entered again: by the base class, since its own ``__enter__``
-        # would enter its hooks a second time.
+        # The mode is off while its handler runs. It is entered by the base class alone: its own ``__enter__`` would
+        # enter its hooks a second time.
         TorchDispatchMode.__enter__(paused)
         try:
             return op(*args, **kwargs)
@@ -318,7 +318,7 @@ def _gpu_world(gpu: SimpleNamespace) -> Iterator[None]:
         return partition(graph, _to_gpu(graph), **kwargs)
 
     def deduced(self: Any, node: Any) -> Any:
-        # Torch computes single numbers for real, on the graph's device: here on the CPU instead.
+        # Single numbers are computed for real: on the CPU instead of the graph's device.
         given = node.kwargs
         node.kwargs = {**given, "device": torch.device("cpu")} if "device" in given else given
         try:
@@ -369,7 +369,7 @@ def _gpu_world(gpu: SimpleNamespace) -> Iterator[None]:
         )
         for owner, attributes in replacements:
             stack.enter_context(replaced(owner, **attributes))
-        # Ops that run again get a saved state, not the generator of a device that is not there.
+        # Ops that run again get a saved state, not the generator of a missing device.
         stack.enter_context(functorch_config.patch(graphsafe_rng_functionalization=False))
         _lend_device_guard()
         yield

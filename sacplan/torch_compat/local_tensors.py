@@ -52,7 +52,7 @@ def _stands_for_another(kind: type) -> bool:
 
 
 def _is_of(module: str, name: str, kind: type) -> bool:
-    imported = sys.modules.get(module)  # if the module is not imported, no tensor is of its class
+    imported = sys.modules.get(module)  # without it, no tensor is of its class
     return imported is not None and issubclass(kind, getattr(imported, name))
 
 
@@ -72,7 +72,7 @@ def stands_for_another(tensor: torch.Tensor) -> bool:
 def local_part(tensor: torch.Tensor, *, waits: bool = False) -> torch.Tensor:
     """Return the plain tensor behind a DTensor or a pending collective, else the tensor itself.
 
-    With ``waits``, a pending collective that fills the tensor has finished; else nothing is waited for.
+    With ``waits``, a pending collective has finished; else nothing is waited for.
     """
     # A DTensor may have a pending collective as its local part, so both are taken off in turn.
     while stands_for_another(tensor):
@@ -153,7 +153,7 @@ def _hide_sharding_propagation() -> None:
 def forget_meshes() -> None:
     """Let DTensor forget how ops are spread: a cached answer for one mesh would be given for any equal mesh.
 
-    Meshes are equal if their ranks and names are. Process groups do not count, and those of the answer may have ended.
+    Meshes are equal if their ranks and names are, but the process groups of the answer may have ended.
     """
     if "torch.distributed.tensor" in sys.modules:
         with torch_names():
@@ -165,7 +165,7 @@ def forget_meshes() -> None:
 
 def _unseen(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def unseen(schema: Any) -> Any:
-        # Only where a mode of sacplan watches: a user's own mode sees what it would see without sacplan.
+        # Only where a mode of sacplan watches: a user's own mode sees the same as without.
         if not any(isinstance(mode, Watching) for mode in _get_current_dispatch_mode_stack()):
             return find(schema)
         with _disable_current_modes():
@@ -194,7 +194,7 @@ def _found_by_kind(find: Callable[[Any], Any], schema: Any) -> Any:
         for value in schema.args_schema
     )
     found = find(type(schema)(schema.op, tuple(few), schema.kwargs_schema, schema.schema_info))
-    # An answer without ``needs_redistribute``, or with parts that have to move, holds only for the tensors it is about.
+    # An answer about the tensors themselves, or with parts to move first, holds for these tensors only.
     if not hasattr(found, "needs_redistribute") or found.needs_redistribute:
         return find(schema)
     if found.output_spec is None:

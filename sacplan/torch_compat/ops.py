@@ -198,13 +198,13 @@ def op_traits(func: Any) -> OpTraits:
         and torch.Tag.inplace_view not in func.tags
     )
     # Each condition rules out one way in which a second run could differ, or do harm:
-    # - an op of another library may do anything, unless its code was read, and a collective would wait for ranks that
-    #   do not run it again, unless all do;
+    # - an op of another library may do anything, unless we have read it, and a collective would wait for ranks that do
+    #   not run it again;
     # - what the op writes would be written twice, but for the two exceptions of the module's docstring;
     # - a view makes nothing: its storage is what has to be made again;
     # - a factory (known by its name, or by taking no tensor) returns memory that something else fills;
     # - the bits vary from run to run; those of an in-place op vary as those of its namesake do;
-    # - an op that returns no tensor makes nothing that could be made again.
+    # - an op that returns no tensor makes nothing to make again.
     # Random ops may run again: the executor puts the generator's state back first (``random``).
     rerunnable = (
         (func.namespace in ("aten", "prims") or str(func) in _COLLECTIVES | _COMPUTES_ONLY)

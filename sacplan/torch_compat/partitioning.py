@@ -53,7 +53,7 @@ class LoweredGraphs:
         return self.most_bytes + (calls - 1) * self.saved_bytes
 
     def moved(self, nbytes: int, ms: float, least: int) -> LoweredGraphs:
-        """Return these with ``nbytes`` more saved and ``ms`` more time, and at least ``least`` bytes alive in each."""
+        """Return these with ``nbytes`` more saved, ``ms`` more time, and ``least`` bytes or more alive in each."""
         first, second = (max(most + nbytes, least) for most in (self.forward_bytes, self.backward_bytes))
         return LoweredGraphs(first, second, self.saved_bytes + nbytes, self.ms + ms)
 
@@ -76,8 +76,8 @@ _FUSED = 0.1
 With 1, plans for BERT (``benchmarks.compiled_budgets``) run products again instead, and steps take longer."""
 
 _FURTHER = 1.1
-"""The cost of saving a value grows by this factor for each op between the value and the backward pass: a value far from
-it is made again by a longer chain, which inductor splits into more kernels. From PyTorch's partitioner."""
+"""The cost of saving a value grows by this for each op between the value and the backward pass: from far away it is
+made again by a longer chain, which inductor splits into more kernels. From PyTorch's partitioner."""
 
 
 class _Lowered(BaseException):
@@ -115,7 +115,7 @@ def partitioned(
 
     Args:
         module, inputs, arguments: as a partitioner gets them.
-        choose: chooses what is saved. All else that the backward pass reads is made again.
+        choose: what is saved. All else that the backward pass reads is made again.
     """
     with torch_names():
         from torch._functorch import partitioners
@@ -173,7 +173,7 @@ def forward_values(graph: Any, info: Any, n_held: int, prices: Prices) -> list[F
         # What the forward pass does not need runs once in any case.
         rerun_ms = _rerun_ms(node, prices) if info.is_required_fw(node) else 0.0
         inputs = tuple(number[i] for i in node.all_input_nodes)
-        # The backward pass reads a saved value; the forward pass writes it for that, unless it is in memory anyway.
+        # The backward pass reads what is saved; the forward pass writes it, unless it is in memory anyway.
         passes = 1 if _is_written(node, info) else 2
         save_ms = passes * nbytes * prices.byte_ms * _FURTHER ** min(max(node.dist_from_bw, 1), 100)
         values.append(ForwardValue(node.name, inputs, nbytes, is_read, is_savable, save_ms, rerun_ms))
@@ -244,7 +244,7 @@ def _known(node: Any) -> Any:
 
 
 def graph_key(module: Graph) -> str:
-    """Return a key of a joint graph: a hash of its nodes' names, ops and inputs, "-", and a hash of their sizes."""
+    """Return a hash of the names, ops and inputs of a joint graph's nodes, "-", and one of their sizes."""
     nodes = list(module.graph.nodes)
     ops = [(n.name, n.op, str(n.target), *(i.name for i in n.all_input_nodes)) for n in nodes]
     sizes = [str(v.shape) for n in nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
@@ -321,7 +321,7 @@ def _lowered(graph: Graph, is_backward: bool) -> _Lowered:
         plan = self.scheduler
         given, made = OrderedSet(self.graph_inputs.keys()), OrderedSet(self.get_output_names())
         freed = prepare_planning_info(plan.nodes, plan.name_to_buf, plan.name_to_fused_node, given, made)[1]
-        # The peak that ``prepare_planning_info`` returns as well leaves out outputs in torch 2.11.
+        # The peak in ``[0]`` leaves out outputs in torch 2.11.
         peak = estimate_peak_memory_allocfree(plan.nodes, freed, made)[0]
         raise _Lowered(
             peak, sum(node.get_read_write_buffers_sizes() for node in plan.nodes if not node.is_extern())
@@ -343,7 +343,7 @@ def _lowered(graph: Graph, is_backward: bool) -> _Lowered:
 
 
 def inductor_settings() -> AbstractContextManager[Any]:
-    """Return a context that brings back inductor's settings of now, with what ``torch.compile`` was given."""
+    """Return a context with inductor's settings of now, which ``torch.compile`` was given for its graphs."""
     with torch_names():
         from torch._inductor import config
 

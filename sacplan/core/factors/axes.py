@@ -36,8 +36,8 @@ class FactorAxis(NamedTuple):
 def into_factor(dims: Dims, sizes: Sequence[int], axis: Axis) -> FactorAxis | None:
     """Return where in a factor an axis of a tensor lies; None if it is not within a single factor."""
     # The dimension is (before, factor, after) for each of its factors in turn, slowest first. The axis lies in the
-    # factor for which ``before`` divides ``axis.outer``, ``after`` divides ``axis.inner``, and what is left of both,
-    # times ``axis.size``, is the size of the factor.
+    # factor for which ``before`` divides ``axis.outer``, ``after`` divides ``axis.inner``, and the rest makes up the
+    # factor.
     factors = dims[axis.dim]
     before, after = 1, math.prod(sizes[f] for f in factors)
     # Empty, or sizes that are not those of this rule.

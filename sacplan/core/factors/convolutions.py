@@ -42,7 +42,7 @@ def _convolution(call: RuleBuilder) -> Rule:
     x, out = call["input"], call.outputs[0]
     conv = _Convolution(call, x.shape[1], out.shape[1])
     has_bias = call["bias"] is not None
-    call.becomes(conv.c_in, Kind.BLOCK if has_bias else Kind.SUM)  # with SUM, every slice would add the bias
+    call.becomes(conv.c_in, Kind.BLOCK if has_bias else Kind.SUM)  # else every slice would add the bias
     bias = [(conv.channels,)] if has_bias else []
     return call.rule([conv.input, conv.weight, *bias], [conv.output(call, tuple(out.shape[2:]))])
 
@@ -103,9 +103,9 @@ _POOLS = [
 
 @register(*_POOLS, *_RESAMPLED, *(f"{name}_backward" for name in (*_POOLS, *_RESAMPLED)))
 def _by_plane(call: RuleBuilder) -> Rule:
-    """Samples and channels pass; the pixels of each plane must be whole."""
+    """Samples and channels pass; pixels must be whole."""
     match = re.search(r"(\d)d", call.name)
-    assert match is not None  # all names above have the number of dimensions
+    assert match is not None  # all names above say it
     pixels = int(match[1])
     planes = call.dims(call.outputs[0].shape[:-pixels])
     if "input_size" in call.arguments:

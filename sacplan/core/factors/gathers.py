@@ -98,7 +98,7 @@ def _is_mask(t: Any) -> bool:
 
 
 class _Indexed:
-    """Factors of a tensor that is indexed by tensors (``x``), and of the indexed elements (``found``)."""
+    """Factors of a tensor that is indexed by tensors, and of the result."""
 
     def __init__(self, call: RuleBuilder, x: Any, indices: Sequence[Any], kind: Kind) -> None:
         # ``at``: the dimensions that are indexed, any part of which an index may ask for. Indices are broadcast against

@@ -34,7 +34,7 @@ def _nll(call: RuleBuilder) -> Rule:
 
 @register("nll_loss_backward", "nll_loss2d_backward")
 def _nll_backward(call: RuleBuilder) -> Rule:
-    """Slices are exact for a mean as well: it divides by the total weight of the whole, which is an argument."""
+    """Slices of a mean are exact: it divides by the total weight of the whole, which is an argument."""
     rows, scores, classes = _rows_and_classes(call)
     weight = [] if call["weight"] is None else [classes]
     grad = rows if call["reduction"] == _NONE else ()

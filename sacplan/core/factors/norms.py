@@ -52,7 +52,7 @@ def _group_norm(call: RuleBuilder) -> Rule:
     def dims_of(t: Any) -> Dims:
         if len(t.shape) == 1:  # weight or bias
             return (channels,)
-        # Statistics have two dimensions. So has an input without pixels, which is told by its shape.
+        # Statistics have two dimensions. So has an input without pixels: its shape tells.
         return (batch, groups) if len(t.shape) == 2 and tuple(t.shape) != tuple(x.shape) else whole
 
     statistics = {"mean", "rstd"}
@@ -101,7 +101,7 @@ def _reserved(call: RuleBuilder, t: Any, channels: Factors) -> Dims:
 
 @register("native_batch_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward")
 def _batch_norm_backward(call: RuleBuilder) -> Rule:
-    """Kernels of libraries have neither ``train`` nor ``output_mask``: they train, and return all three gradients."""
+    """Kernels of libraries have neither ``train`` nor ``output_mask``: they train, and return all gradients."""
     trains = bool(call.arguments.get("train", True))
     x = call["input"]
     other = Kind.BLOCK if trains else Kind.PASS

@@ -172,8 +172,7 @@ def register_both_ways(
 ) -> Callable[[Callable[[RuleBuilder, Any, Any], tuple[Dims, Dims]]], None]:
     """Register a formula for ops from one tensor to another (``there``), and for their gradients (``back``).
 
-    The formula gets the call, the forward op's input and its output (or their gradients), and returns the factors of
-    both.
+    A formula gets the call, input and output of the forward op (or their gradients), and returns their factors.
     """
 
     def add(formula: Callable[[RuleBuilder, Any, Any], tuple[Dims, Dims]]) -> None:

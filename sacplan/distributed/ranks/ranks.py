@@ -59,7 +59,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
                 f"world_size is {self.world_size}, and the axes for data of mesh {self.sharding.mesh} have "
                 f"{self.sharding.data.size} ranks."
             )
-        # The other way round, several ranks without units are valid: DDP.
+        # Several ranks without units are valid: DDP.
         if self.world_size == 1 and self.fsdp_units is not None:
             raise TraceError(
                 "FSDP2 of 1 rank: nothing is sharded. Say over how many ranks fully_shard shards, FSDP2(8)."
@@ -85,7 +85,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def on_mesh(cls, sharding: Sharding, fsdp_units: Sequence[str] | None) -> Ranks:
-        """Return the ranks of a mesh, with ``fully_shard`` on these modules; with None, as replicas of the model."""
+        """Return the ranks of a mesh, with ``fully_shard`` on these modules; None: replicas."""
         data = sharding.data.ranks
         # Of two axes for data, ``fully_shard`` replicates over the first (``HSDPMeshInfo`` in ``_fsdp_init.py``).
         replicas = data[0] if fsdp_units is not None and len(data) > 1 else 1
@@ -186,8 +186,8 @@ class FSDP2:
         sacplan.plan(profile, "22GiB", ranks=sacplan.FSDP2(8))
         sacplan.FSDP2({"replicate": 2, "shard": 4}, ["layers.*", ""], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
 
-    The model is the whole one, before ``fully_shard``; the batch is that of one rank. Wrong values raise an error in
-    the function that takes ``ranks``.
+    The model is the whole one, before ``fully_shard``; the batch is that of one rank. Wrong values raise an error where
+    ``ranks`` is given.
 
     Attributes:
         mesh: how many ranks, or the mesh of ``fully_shard``: a ``DeviceMesh`` of one or two axes, or its sizes by name.
@@ -248,7 +248,7 @@ def ranks_of(asked: Any, parameters: Iterable[str], model: nn.Module | None) -> 
     Args:
         asked: an ``FSDP2`` or a ``DDP``, or the ranks of a plan or a profile.
         parameters: names of the model's parameters.
-        model: the model; None for a profile from a file, which has none.
+        model: None for a profile from a file.
 
     Raises:
         TraceError: ``asked`` is none of these, or does not fit the model.
@@ -289,7 +289,7 @@ def layers_of(parameters: Iterable[str]) -> tuple[str, ...]:
     for name in parameters:
         parts = name.split(".")
         at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-        # If the model itself is the stack, its layers are listed: ``*`` alone would match all modules.
+        # Layers of the model itself are listed: ``*`` alone would match all modules.
         if at is not None:
             found.append(".".join([*parts[:at], "*"]) if at else parts[0])
     return (*dict.fromkeys(found), "")

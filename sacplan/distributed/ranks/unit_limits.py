@@ -1,8 +1,8 @@
 """The modules that may be units of a plan where parameters are gathered and freed (``fully_shard``).
 
 A recipe that reads a parameter can run only while the unit of ``fully_shard`` that holds it is gathered: in the
-forward and in the backward of that unit. So a plan's unit must not be around several units of ``fully_shard``, and what
-it discards must not be asked for outside of the one that it is in.
+forward and in the backward of that unit. So a unit of a plan must not be around several such units, and what it
+discards must not be asked for outside of the one that it is in.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def too_wide(program: Program) -> frozenset[str]:
 
 def why_no_units(program: Program, units: Iterable[str]) -> str:
     """Return a message about a unit around modules that ``fully_shard`` gathers one by one; ``""`` if none is."""
-    # ``fully_shard`` may free the parameters of these after their forward, so the unit could not run their ops again.
+    # ``fully_shard`` may free their parameters after their forward, so the unit could not run their ops again.
     wide = sorted(too_wide(program).intersection(units))
     if not wide:
         return ""
@@ -79,8 +79,7 @@ def narrowed(
     inner: dict[str, dict[CallSite, int]] = defaultdict(dict)
     for unit in wide.intersection(decisions):
         times = decisions[unit]
-        # Decisions name call sites of the wide unit. The same ops have other sites in the units inside of it, so the
-        # ops are what carries over.
+        # Sites are of the wide unit: the same ops have other sites in the units inside of it.
         gone = {
             op: times[site]
             for call in program.calls[unit]
@@ -120,8 +119,8 @@ def kept_at_limits(program: Program) -> Program:
 
     def may_run_again(scope: int, writes: Iterable[int]) -> bool:
         unit = calls[scope]
-        # Outside of all units, nothing could run the op again. And if an output is wanted in another unit's pass, the
-        # op would have to run while its own unit is sharded.
+        # Outside of all units nothing could run the op again. If an output is wanted in another unit's pass, the op
+        # would have to run while its own unit is sharded.
         return unit != ROOT_SCOPE and all(places[s] <= {unit} for s in writes)
 
     ops = [

@@ -54,7 +54,7 @@ class Costs:
     spec: DeviceSpec
 
     def nodes(self, axis: int) -> tuple[int, int]:
-        """Return how many nodes the ranks of one group of an axis span, and how many of these ranks share a node."""
+        """Return how many nodes the ranks of one group of an axis span, and how many ranks share a node."""
         n = self.mesh.ranks[axis]
         # Ranks of a group are ``stride`` apart, so this many of them are in one node.
         inside = max(1, min(n, self.spec.ranks_per_node // self.mesh.stride(axis)))
@@ -96,12 +96,12 @@ class Costs:
         around = (nodes - 1) * outer.latency_s + (n - nodes) * inner.latency_s
         seconds = n_bytes * sent(kind, n) / link.bandwidth_bytes_per_s
         if kind in ("all_gather", "reduce_scatter"):
-            # NCCL uses PAT only if there is one rank in each node.
+            # NCCL uses PAT only with one rank in a node.
             steps = (n - 1).bit_length() * outer.latency_s if inside == 1 else around
             time_s = min(around, steps) + seconds
         elif kind == "all_reduce":
-            # A ring sends 2 (n - 1) / n of the buffer in 2 (n - 1) steps. A tree sends the buffer twice, up and down,
-            # and takes its depth in steps each time.
+            # A ring sends 2 (n - 1) / n of the buffer in 2 (n - 1) steps; a tree sends the buffer up and down, each
+            # time in as many steps as it is deep.
             depth = (inside - 1) * inner.latency_s + (nodes - 1).bit_length() * outer.latency_s
             tree = 2 * n_bytes / (TREE_BANDWIDTH * link.bandwidth_bytes_per_s)
             time_s = min(2 * around + seconds, 2 * depth + tree)

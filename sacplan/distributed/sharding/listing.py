@@ -367,14 +367,13 @@ class _Listing:
         return self._all_reduced(reduced)
 
     def _backward(self, chosen: Sequence[AxisForm]) -> Communication:
-        """Return the all-reduces of gradients: of replicated tensors that ranks read together with parts of others."""
+        """Return the all-reduces of gradients: of replicated tensors that ranks read with parts of others."""
         reduced = []
         for t, maker, readers in self._trained:
             (layout,) = zip(*(form.of([t]) for form in chosen), strict=True)
             for axis, (placement, form) in enumerate(zip(layout, chosen, strict=True)):
                 is_made_whole = maker is None or form.taken[maker].cut is None
-                # Each rank reads the whole tensor together with its part of another one, so each rank has a summand of
-                # the gradient.
+                # Each rank reads the whole tensor with its part of another one: it has a summand of the gradient.
                 if placement.kind == "R" and is_made_whole and any(form.taken[i].cut for i in readers):
                     reduced.append((self._bytes(t, layout), axis))
         return self._all_reduced(reduced)

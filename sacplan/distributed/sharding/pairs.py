@@ -9,11 +9,11 @@ between runs on parts and needs nothing of other ranks. The factor rules of the 
 2. An op that reads parts has to have a strategy with its inputs just as they are, that exchanges nothing and whose
    outputs are whole or cut. Otherwise the columns that its inputs come from are no columns.
 3. A linear layer whose input is cut along the dimension that it sums over is rows of the columns that these come from.
-4. Columns that end in no rows are no columns either. Then the rest is gone through again, until nothing changes.
+4. Columns that end in no rows are no columns. Then the rest is gone through again, until nothing changes.
 
 A norm between the two, such as one of queries and keys by heads, may have a whole weight: each rank has a summand of
-its gradient, which ``SequenceParallel`` adds up. No style does so for other parameters between the two, or for whole
-activations that depend on parameters: linear layers around these are no pairs.
+its gradient, which ``SequenceParallel`` adds up. No style does so for other parameters there, or for whole activations
+that depend on parameters: linear layers around these are no pairs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def pairs_of(
     """
     # The recorder takes the storages of parameters before all others, in the order of ``named_parameters()``.
     storages = sorted(s for s in program.initial if program.storage_kinds[s] == StorageKind.PARAMETER)
-    # They are paired by position, so their numbers must agree.
+    # Paired by position, so there must be as many.
     if len(storages) != len(parameters):
         raise TraceError(
             f"the recording has {len(storages)} storages of parameters and the model {len(parameters)} parameters. "
@@ -151,7 +151,7 @@ class _Walk:
             self._end(op, module, parts, columns)
             return
         outputs = self._outputs(op, [REPLICATED if part is None else part.placement for part in parts])
-        # A whole parameter meets parts: only for norms is there a style that adds up its gradient.
+        # A whole parameter meets parts: only for norms a style adds up its gradient.
         if any(owner is not None for owner in owners):
             if self.kinds.get(module) != "Norm":
                 outputs = None
@@ -178,7 +178,7 @@ class _Walk:
             self._wrong |= columns
 
     def _outputs(self, op: Op, have: list[Placement]) -> tuple[Placement, ...] | None:
-        """Return the placements of an op's outputs if its inputs are placed so; None if the op needs other ranks."""
+        """Return the placements of an op's outputs, given its inputs'; None if the op needs other ranks."""
         tensors = [self.program.tensors[t] for t in (*op.inputs, *op.outputs)]
         shapes = tuple((t.shape, t.stride, t.dtype) for t in tensors)
         key = op.name, op.arguments, shapes, tuple(have)

@@ -116,7 +116,7 @@ def ranks(
 def pretended_ranks(n: int, rank: int = 0) -> Iterator[None]:
     """Run inside of a fake process group, as one of its ranks, with meshes of CPUs. Nothing is sent.
 
-    A process group that exists is used instead, whatever its ranks.
+    A process group that exists is used instead.
 
     Raises:
         PlanError: more ranks than a mesh can list.

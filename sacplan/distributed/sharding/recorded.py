@@ -28,7 +28,7 @@ _KINDS: Mapping[str, Any] = {row["op"]: row["collective"] for row in _TABLE}
 def collective_named(op: str) -> Collective | None:
     """Return the collective that an op is, by the name of its overload; None if the op is none, or waits for one."""
     namespace, _, name = op.partition(".")
-    # Collectives are in ``c10d`` and ``_c10d_functional``; the table has their names without endings.
+    # Collectives are in ``c10d`` and ``_c10d_functional``; the table has names without endings.
     if "c10d" not in namespace:
         return None
     return _KINDS.get(name.partition(".")[0].rstrip("_").removesuffix("_out").removesuffix("_coalesced"))

@@ -25,8 +25,7 @@ class AxisStrategy:
     """How one call of an op runs on the ranks of one axis.
 
     Attributes:
-        inputs: placement of each tensor argument, in the order of ``Op.inputs`` (positions, then keywords, lists
-            flattened).
+        inputs: placement of each tensor argument, in the order of positions, then keywords, lists flattened.
         outputs: placement of each tensor returned.
         cut: the factor of which each rank has a part; None where all ranks do the same, or view their summands.
         inside_bytes: of all that is all-reduced as a part of the call, as unsharded tensors: the total weight of a mean
@@ -39,13 +38,13 @@ class AxisStrategy:
     inside_bytes: int = 0
 
 
-# Elementwise ops that draw a number for each element, for which ``rule_of`` has no rule.
+# Elementwise ops that draw numbers, for which ``rule_of`` has no rule.
 _DRAWING = aten_names(
     """bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ native_dropout normal_ rand_like randint_like
     randn_like random_ uniform_"""
 )
 
-# Products with a bias, and the bias's argument: if each rank has a summand of the product, the bias is a summand, too.
+# Products with a bias, by its argument: if ranks have summands of the product, they have summands of the bias.
 _ADDED = {"addmm": "self", "baddbmm": "self", "addmv": "self", "convolution": "bias"}
 
 _NONE, _MEAN = 0, 1  # at::Reduction
@@ -79,7 +78,7 @@ def axis_strategies(
 
     Returns:
         The first has all tensors replicated; then cuts, by factor; then views of what is partial. Arguments that
-        are written in place may have to keep the placement that they have (see ``Call.written``); nothing checks that.
+        are written in place may have to keep their placements (see ``Call.written``), which is not checked.
     """
     found = [AxisStrategy((REPLICATED,) * len(call.inputs), (REPLICATED,) * len(call.outputs))]
     if "_backward" in call.name:
@@ -90,7 +89,7 @@ def axis_strategies(
             strategy = _along(rule, call, within)
             if strategy is not None and _is_offered(strategy, available):
                 found.append(strategy)
-    # No view as another type: the sum of reinterpreted bits is not the reinterpreted sum.
+    # Not for a view as another type: the sum of reinterpreted bits is not the reinterpreted sum.
     if is_alias(str(call.func)) and call.outputs[0].dtype == call.inputs[0].dtype:
         partial = [p for p in available[0] if p.is_partial]
         found.extend(AxisStrategy((p,), (p,) * len(call.outputs)) for p in partial)
@@ -185,8 +184,8 @@ def _along_classes(call: Call, within: FactorAxis, rule: Rule) -> tuple[tuple[Pl
         return (PARTIAL,), 0
     if call.name not in ("nll_loss_forward", "nll_loss2d_forward"):
         return None
-    # A mean divides by the total weight, of which each rank sees only a part: this weight is all-reduced inside of the
-    # call. The loss itself stays partial.
+    # A mean divides by the total weight. Each rank sees a part of it, which is all-reduced inside of the call. The loss
+    # itself stays partial.
     if call["reduction"] == _MEAN:
         return (PARTIAL, REPLICATED), call.outputs[1].nbytes
     return (PARTIAL, REPLICATED if call["reduction"] == _NONE else PARTIAL), 0
