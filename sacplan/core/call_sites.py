@@ -106,7 +106,7 @@ class CallSites:
         return self.place
 
     def candidates(self, names: Sequence[str], likely: Sequence[Call]) -> Iterator[tuple[Call, ...]]:
-        """Yield what calls around the next op of these names may be, each numbered; to be used after ``follow``.
+        """Yield what numbered calls these names may stand for around the next op; to be used after ``follow``.
 
         Any call that the last op was in may have ended and begun again. ``likely`` comes first if its names fit.
         """

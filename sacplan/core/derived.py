@@ -41,5 +41,5 @@ def derived(
 
 @derived
 def settled_from(program: object) -> list[Any]:
-    """Return a list with the recorded program of a program with settled decisions, whose maker fills the list."""
+    """Return the list in which the maker of a program with settled decisions puts the recorded program."""
     return []

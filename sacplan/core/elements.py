@@ -215,8 +215,8 @@ class Patch(msgspec.Struct, frozen=True):
     New ops, storages and handles have the indices after those of the program, in the order in which they stand here.
 
     Attributes:
-        events: by position, the events that take the place of the event at that position. Those at position
-            ``len(program.events)`` come at the end.
+        events: by position, the events that replace the event at that position. Those at ``len(program.events)`` come
+            at the end.
         ops: new ops.
         changed_ops: by index, ops that take the place of others.
         storage_bytes, storage_kinds: of new storages.

@@ -105,8 +105,8 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
         ``target``, ``setup``, ``calls`` and ``local_shapes`` are not compared.
         """
-        # None of these changes shapes that a plan depends on: ``target`` says how to make the model, ``setup`` and
-        # ``calls`` only warn, and ranks whose ``local_shapes`` differ have the same plan.
+        # They change no shapes that a plan depends on: ``target`` says how to make the model, ``setup`` and ``calls``
+        # only warn, and ranks whose ``local_shapes`` differ have the same plan.
         ours, theirs = (
             structs.replace(fingerprint, target=None, setup=Setup(), calls=(), local_shapes=None)
             for fingerprint in (self, other)

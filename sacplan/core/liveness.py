@@ -162,7 +162,7 @@ class Footprint:
         peak_scope: the module call, or -1.
         end_bytes: alive when the step is over.
         recompute_ms, recompute_flops: what ran a second time.
-        again: the recorded ops that did, in their order.
+        again: the recorded ops of these, in their order.
         host_peak_bytes: the most that is alive in the memory of the host.
     """
 
@@ -322,7 +322,7 @@ class Liveness:
     Attributes:
         op_events: by op, the position at which it runs (-1: it does not).
         before_event: by position, bytes alive before the event.
-        at_op: by op, bytes alive while it runs; 0 if it does not.
+        at_op: by op, bytes alive while it runs; 0 if it does not run.
         initial_bytes: alive before the first event.
         events_of: by storage, the positions of its events.
         died: by storage, the position after which nobody holds it.

@@ -21,7 +21,7 @@ _NAMES = {row["op"]: row["name"] for row in table_of(Path(__file__).with_name("o
 
 
 def matching_modules(names: Sequence[str], patterns: Iterable[str], argument: str) -> tuple[str, ...]:
-    """Return the modules that patterns name (``*`` also matches dots), by pattern; of nested matches the outermost.
+    """Return the modules that match patterns (``*`` matches dots, too), by pattern; of nested matches the outermost.
 
     Raises:
         TraceError: a pattern matches nothing; the message lists near names.

@@ -262,7 +262,7 @@ def _scopes_of(program: Program, modules: Iterable[str]) -> set[int]:
     wanted = set(modules)
     found: set[int] = set()
     for i, scope in enumerate(program.scopes):  # a call comes after the one around it
-        # Inside by call or by name, since a module may also be called outside of the module that holds it.
+        # Inside by call or by name: a module may be called outside of the module that holds it.
         if scope.parent in found or not wanted.isdisjoint(_with_outer((scope.fqn,))):
             found.add(i)
     return found

@@ -77,8 +77,8 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         accumulation_steps: micro-batches whose gradients one optimizer step adds up. With more than one, gradients are
             alive before the recorded step begins.
         routing: how a fake trace spread tokens over experts, where a router decides by values that it does not have.
-        optimizer_host_bytes: of the host's memory that the optimizer takes; they are in no peak of the device.
-        shards_host_bytes: of the host's memory that shards of a recorded rank take with a ``CPUOffloadPolicy``.
+        optimizer_host_bytes: memory of the host that the optimizer takes, in no peak of the device.
+        shards_host_bytes: memory of the host that shards of a recorded rank take with a ``CPUOffloadPolicy``.
     """
 
     use_cache: bool | None = None

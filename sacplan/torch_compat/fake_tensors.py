@@ -69,9 +69,9 @@ def fake_parameters() -> Iterator[None]:
 
 
 def _wrapped(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:
-    """Return ``FakeTensor(mode, meta, CPU)``, in a third of the time: all but the tensor itself is copied.
+    """Return ``FakeTensor(mode, meta, CPU)``, in a third of the time, from attributes of the first one.
 
-    ``meta`` is new: it requires no gradient.
+    ``meta`` must require no gradient.
     """
     attributes = vars(mode).get(_ATTRIBUTES)
     if attributes is None:

@@ -52,7 +52,7 @@ def _stands_for_another(kind: type) -> bool:
 
 
 def _is_of(module: str, name: str, kind: type) -> bool:
-    imported = sys.modules.get(module)  # without it, no tensor is of its class
+    imported = sys.modules.get(module)  # if not imported, no tensor is of its class
     return imported is not None and issubclass(kind, getattr(imported, name))
 
 

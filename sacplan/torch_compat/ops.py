@@ -253,7 +253,7 @@ def draws_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def is_heavy(func: Any) -> bool:
-    """Whether an op is a matrix product, a convolution or attention: a compiler must not run it again for nothing."""
+    """Whether an op is a matrix product, a convolution or attention: expensive to run again."""
     return func._overloadpacket in flop_registry or "_attention" in func.__name__
 
 

@@ -1,4 +1,4 @@
-"""The versions of torch that sacplan was tried with, and one clear error where another one lacks what sacplan needs.
+"""The versions of torch that sacplan was tried with, and one clear error where another lacks what sacplan needs.
 
 sacplan uses private names of torch: no public ones see an op below autograd, or tell what autograd saves. They can go
 in any release. ``private_names.json`` lists them, so that a torch without one is refused when sacplan is imported, by

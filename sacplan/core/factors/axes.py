@@ -97,7 +97,7 @@ def resized_arguments(rule: Rule, args: Sequence[Any], within: FactorAxis, lengt
     """
 
     def scaled(size: int) -> int:
-        # Divided first: exact, since the size is a multiple of that of the part that is cut.
+        # Divided first, which is exact: ``size`` is a multiple of ``within.size``.
         return size if size == -1 else size // within.size * length
 
     found = list(args)

@@ -153,7 +153,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """The assumptions behind the step of a rank, a sentence each."""
+        """The assumptions about the step of a rank, a sentence each."""
         tensors = ""
         if self.sharding is not None and self.sharding.styles:
             axis, size = self.sharding.mesh.axes[-1]

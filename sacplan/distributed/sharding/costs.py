@@ -43,11 +43,11 @@ def sent(kind: Collective, n: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Times of collectives on a mesh of such devices.
+    """Times of collectives on a mesh of equal devices.
 
     Attributes:
         mesh: the ranks; nodes are filled in their order, ``spec.ranks_per_node`` each.
-        spec: the device of a rank; its links.
+        spec: the device of a rank, with its links.
     """
 
     mesh: Mesh

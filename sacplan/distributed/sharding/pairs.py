@@ -110,7 +110,7 @@ class _Walk:
         self.found = Pairs()
 
     def is_settled(self) -> bool:
-        """Make one pass; return whether all candidates that it met have turned out to be columns."""
+        """Make one pass; return whether it has ruled out no candidate."""
         self.found, self._parts = Pairs(), dict[int, _Part]()
         self._wrong: set[str] = set()
         self._paired: set[str] = set()

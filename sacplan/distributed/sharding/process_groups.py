@@ -79,8 +79,8 @@ def ranks(
 
     Args:
         world_size: the number of all ranks.
-        rank: the number of this process. If ranks differ (stages of a pipeline, shards of uneven size), record each,
-            and take the one with the largest peak.
+        rank: that of this process. If ranks differ (stages of a pipeline, shards of uneven size), record each, and take
+            the one with the largest peak.
         device: what a rank runs on, the default of ``profile`` inside.
 
     Raises:
