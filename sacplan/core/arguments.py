@@ -27,7 +27,7 @@ S = TypeVar("S", bound="Saved")
 # What ``typing.get_origin`` gives for ``Sequence[...]`` and ``Iterable[...]``.
 _SEQUENCES = (collections.abc.Sequence, collections.abc.Iterable)
 
-_ALIKE = 0.55  # difflib's ratio from which an argument is taken for another one
+_ALIKE = 0.55  # difflib's ratio from which an unknown argument is taken for a known one
 
 
 def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -36,7 +36,7 @@ def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]],
     Only types are looked at; the function itself checks strings and ranges.
 
     Args:
-        error: what is raised.
+        error: the class that is raised.
         skip: arguments that the function checks itself.
     """
 
@@ -47,7 +47,7 @@ def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]],
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             __tracebackhide__ = True  # pytest shows the line of the caller
-            # Bound before the call, so that a missing or an unknown argument is an error of the family as well.
+            # Bound before the call, so that a missing or unknown argument raises ``error`` as well.
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError as wrong:
@@ -65,10 +65,10 @@ def checked(error: type[SacplanError], *skip: str) -> Callable[[Callable[P, R]],
 
 
 def _meant(signature: inspect.Signature, given: Collection[str]) -> str:
-    """Name the argument that an unknown one is most like; ``""`` if there is none.
+    """Return a question with the argument that an unknown one is most like; ``""`` if none is.
 
-    Names are compared word by word as well, since one may be longer than another: ``grad_accum`` is
-    ``accumulation_steps``, and ``batch_size`` is ``batch``.
+    Names are compared word by word as well, since their lengths may differ: ``grad_accum`` stands for
+    ``accumulation_steps``, and ``batch_size`` for ``batch``.
     """
     unknown = next((name for name in given if name not in signature.parameters), "")
 
@@ -83,8 +83,8 @@ def _meant(signature: inspect.Signature, given: Collection[str]) -> str:
 
 @functools.cache
 def _hints(function: Any) -> Mapping[str, Any]:
-    """Return the annotations of the parameters, without those that are only there for type checkers."""
-    # ``**kwargs`` is left out: its annotation is that of each value, and it is bound as one dictionary.
+    """Return the annotations of the parameters that can be checked, by name."""
+    # ``**kwargs`` is left out: its annotation is for each value, but all values are bound as one dictionary.
     return {
         name: hint
         for name, parameter in inspect.signature(function).parameters.items()
@@ -105,18 +105,18 @@ def evaluated(annotation: Any, names: dict[str, Any]) -> Any:
 
 def fits(value: Any, hint: Any) -> bool:
     """Whether a value may be passed where ``hint`` is asked for."""
-    # From the loosest hints to the strictest. A hint that is not understood (a name, a type variable) lets everything
-    # pass: this check is there for better messages, and must not refuse what the function takes.
+    # A hint that is not understood (a name, a type variable) lets everything pass: this check is there for better
+    # messages, and must not refuse what the function takes.
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or isinstance(hint, (str, TypeVar)):
         return True
     if hint is None or hint is types.NoneType:
         return value is None
     if origin is typing.Union or origin is types.UnionType:
-        return any(fits(value, one) for one in inner)
+        return any(fits(value, member) for member in inner)
     if origin is typing.Literal:
-        # Which of the strings there are is the function's to say, in a better sentence.
-        return any(type(value) is type(one) for one in inner)
+        # Only the type: the function itself says in a better sentence which values it takes.
+        return any(type(value) is type(literal) for literal in inner)
     if hint in (int, float):
         # numpy's numbers may stand for Python's, but True is no 1.
         kind = numbers.Integral if hint is int else numbers.Real
@@ -132,7 +132,7 @@ def fits(value: Any, hint: Any) -> bool:
     if origin is not None:
         return isinstance(value, origin)
     if getattr(hint, "_is_protocol", False):
-        # Protocols that are not ``runtime_checkable``: public names are looked for, and a class is no instance.
+        # Protocols need not be ``runtime_checkable``, so public names are looked up. A class is no instance.
         return not isinstance(value, type) and all(
             hasattr(value, name)
             for name in (*vars(hint), *vars(hint).get("__annotations__", ()))
@@ -143,11 +143,11 @@ def fits(value: Any, hint: Any) -> bool:
 
 def _fits_items(value: Any, item: Any) -> bool:
     if isinstance(value, str):
-        return item is str  # one pattern, or a mistake of which the function knows what to say
-    # Iterables all, but as a sequence of patterns or budgets each is a mistake.
+        return item is str  # one pattern, or a mistake that the function itself explains
+    # These are iterable, too, but given for a sequence of patterns or budgets they are mistakes.
     if isinstance(value, (bytes, Mapping, torch.Tensor)) or not isinstance(value, collections.abc.Iterable):
         return False
-    # Only lists and tuples are looked into. To look into an iterator would use it up.
+    # Only items of lists and tuples are checked: checking those of an iterator would use it up.
     return not isinstance(value, (list, tuple)) or all(fits(v, item) for v in value)
 
 
@@ -155,11 +155,11 @@ class Saved(Protocol):
     """A value that may be given as itself or as the file that it was saved to, such as a profile."""
 
     MADE_BY: ClassVar[str]
-    """How to make one."""
+    """How to make such a value."""
 
     @classmethod
     def load(cls: type[S], path: str | Path) -> S:
-        """Read what was saved."""
+        """Read a saved value."""
         ...
 
 
@@ -173,9 +173,9 @@ def opened(value: S | str | Path | None, kind: type[S]) -> S | None:
 
 
 def _misfit(name: str, value: Any, hint: Any, asked: Any) -> str:
-    """Say what is wrong with a value that does not fit; of a sequence, with the first item that does not."""
-    # The annotation may be a union of such a type with ``str`` and ``Path``.
-    saved = next((one for one in (hint, *typing.get_args(hint)) if hasattr(one, "MADE_BY")), None)
+    """Return what is wrong with a value that does not fit, or with the first such item of a sequence."""
+    # The annotation may be a union of a ``Saved`` type with ``str`` and ``Path``.
+    saved = next((kind for kind in (hint, *typing.get_args(hint)) if hasattr(kind, "MADE_BY")), None)
     if saved is not None:
         given = f"a {type(value).__name__}" if value is not None else "None"
         needed = f"{name} must be a {saved.__name__}, or the path of a saved one"
@@ -187,9 +187,9 @@ def _misfit(name: str, value: Any, hint: Any, asked: Any) -> str:
 
 
 def check_statistics(what: str, error: type[SacplanError], **figures: Any) -> None:
-    """Raise ``error`` unless these numbers, and those in these sequences, are finite and not negative."""
+    """Raise ``error`` unless all figures, numbers or sequences of numbers, are finite and not negative."""
     for name, figure in figures.items():
-        # These can be iterated over as well, but what they yield are no figures.
+        # Strings and mappings are iterable, too, but their items are no figures.
         if isinstance(figure, (str, bytes, Mapping)):
             raise error(
                 f"{what}: {name} must be a number, or a sequence of numbers, not {type(figure).__name__}."

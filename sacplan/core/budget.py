@@ -42,7 +42,7 @@ def parse_budget(budget: float | str, baseline_peak_bytes: int) -> int:
         baseline_peak_bytes: the peak without checkpointing, which a percentage refers to.
 
     Raises:
-        BudgetError: not a number, not finite, not positive, without a unit or of an unknown one.
+        BudgetError: the budget is no finite, positive number, or its unit is missing or unknown.
     """
     # A bool is an int to Python, so it is refused before numbers are taken. Fractions keep shares and decimals exact.
     if isinstance(budget, bool):
@@ -89,7 +89,7 @@ def _parse_text(text: str, baseline_peak_bytes: int) -> tuple[Fraction, Fraction
             f"memory budget {text!r} has no unit; write {number}GiB, or one of the known units: {_KNOWN}"
         )
     try:
-        # an exponent past a double's range would make a Fraction of as many digits
+        # beyond a double's range, a Fraction would have too many digits
         if not math.isfinite(float(number)):
             raise ValueError(number)
         amount = Fraction(number)
@@ -133,13 +133,13 @@ def format_bytes(n_bytes: int) -> str:
 def format_difference(more: int, less: int) -> str:
     """Write by how much one size is larger: exactly the difference of what ``format_bytes`` writes of both.
 
-    A reader subtracts the figures that are printed, so their rounding is in the difference as well. It is in the
-    smaller of both units, in which it needs no more than two decimals.
+    A reader subtracts the figures that are printed, so their rounding is in the difference as well. The smaller of
+    their two units is used, where a difference needs no more than two decimals.
     """
-    (n, unit), (m, other) = (format_bytes(size).split() for size in (more, less))
-    smaller = min(unit, other, key=_UNITS.__getitem__)
-    by = (Fraction(n) * _UNITS[unit] - Fraction(m) * _UNITS[other]) / _UNITS[smaller]
-    # Different sizes may be written alike.
+    (n, unit_n), (m, unit_m) = (format_bytes(size).split() for size in (more, less))
+    smaller = min(unit_n, unit_m, key=_UNITS.__getitem__)
+    by = (Fraction(n) * _UNITS[unit_n] - Fraction(m) * _UNITS[unit_m]) / _UNITS[smaller]
+    # Different sizes may be written alike, but are not equal.
     return f"{float(by):.2f} {smaller}" if by or more == less else f"less than 0.01 {smaller}"
 
 

@@ -1,6 +1,6 @@
 """Call sites: where ops run within one call of a unit, relative to the module calls inside it.
 
-A place is the stretch between two boundaries, each a module call that begins or one that ends. Ops are counted from the
+A place is the stretch between two boundaries, each the beginning or the end of a module call. Ops are counted from the
 beginning of their place, not of the call. So one more op in one place leaves the call sites in all others as they are.
 The recorded program and the executor find places by the same code.
 """
@@ -22,7 +22,7 @@ OpSequence = tuple[tuple[str, str, tuple[str, ...]], ...]
 
 
 def described(op: str, ranks: Sequence[int]) -> str:
-    """Describe an op by the ranks of its tensors, ``"aten.mm.default(2, 2)"``: no batch size changes that."""
+    """Describe an op by the ranks of its tensors, which no batch size changes: ``"aten.mm.default(2, 2)"``."""
     return f"{op}({', '.join(map(str, ranks))})"
 
 
@@ -49,8 +49,7 @@ class StepDifference:
     Attributes:
         unit: fqn of the module.
         place: in the call, see ``CallSite``.
-        ran, recorded: the op that ran and the one that was recorded, with the ranks of their tensor arguments; None
-            where there was none.
+        ran, recorded: the op that ran and the recorded one, as ``described``; None where there was none.
     """
 
     unit: str
@@ -84,11 +83,11 @@ class CallSites:
         """Return the place of the next op.
 
         Args:
-            around: the module calls around it, outermost first: a key that tells two calls apart, and the name.
+            around: the module calls around the op, outermost first, each as a key that tells calls apart, and a name.
         """
         keys = tuple(around)
-        # Keys tell a new call of the same module from the one before, so calls get their numbers here: those that are
-        # common with the last op keep theirs, the others are new. Keys of calls that are over may be forgotten already.
+        # Keys tell a new call of a module from its last one. Calls around the last op keep their numbers, others get
+        # new ones. After ``forget`` there may be fewer keys than calls.
         if keys != self._keys or len(keys) < len(self.calls):
             common = _n_common(keys, self._keys)
             new = tuple((name, self._seen[name]) for _, name in keys[common:])
@@ -97,7 +96,7 @@ class CallSites:
         return self.place
 
     def forget(self, around: Sequence[tuple[Hashable, str]]) -> None:
-        """Forget the keys of calls that are over: ``around`` are those that run on."""
+        """Forget the keys of calls that are over; ``around`` has the calls that still run."""
         self._keys = self._keys[: _n_common(self._keys, tuple(around))]
 
     def follow(self, calls: tuple[Call, ...]) -> str:
@@ -107,22 +106,22 @@ class CallSites:
         return self.place
 
     def candidates(self, names: Sequence[str], likely: Sequence[Call]) -> Iterator[tuple[Call, ...]]:
-        """Yield the calls, by number, that module calls of these names may be; to be used after ``follow``.
+        """Yield what numbered calls these names may stand for around the next op; to be used after ``follow``.
 
         Any call that the last op was in may have ended and begun again. ``likely`` comes first if its names fit.
         """
         if [name for name, _ in likely] == list(names):
             yield tuple(likely)
-        # From no call ended to all of them: the calls around the last op that are kept, outermost first, and the rest
-        # begun anew.
+        # From all common calls still running to none: the outermost ``n_kept`` calls around the last op run on, and
+        # the rest are new calls.
         common = _n_common(names, [name for name, _ in self.calls])
-        for same in range(common, -1, -1):
-            yield (*self.calls[:same], *((name, self._seen[name]) for name in names[same:]))
+        for n_kept in range(common, -1, -1):
+            yield (*self.calls[:n_kept], *((name, self._seen[name]) for name in names[n_kept:]))
 
     def place_in(self, calls: tuple[Call, ...]) -> str:
         """Return the place that the next op has if it is in these calls.
 
-        If it enters a call, the place is that call. Otherwise it has left one: the outermost that it is no longer in.
+        If the op enters a call, the place is the innermost one. If it only leaves calls: after the outermost of these.
         """
         if calls == self.calls:
             return self.place
@@ -130,13 +129,13 @@ class CallSites:
         return _named(calls[-1]) if common < len(calls) else f"after {_named(self.calls[common])}"
 
     def resume(self, around: Sequence[tuple[Hashable, str]], calls: tuple[Call, ...]) -> None:
-        """Go on with ``at`` after ``follow``: tell both forms of the calls around the next op."""
+        """Go back from ``follow`` to ``at``, given the calls around the next op in the forms of both."""
         self.follow(calls)
         self._keys = tuple(around)
 
     def _move(self, calls: tuple[Call, ...]) -> None:
-        # The place first: it is told by where the last op was. Then the numbers of the calls that are entered, so that
-        # the next call of the same module gets the next one.
+        # The place first, since it depends on the calls around the last op. Then the calls that are entered are
+        # counted, so that the next call of the same module gets the next number.
         self.place = self.place_in(calls)
         for name, number in calls[_n_common(calls, self.calls) :]:
             self._seen[name] = max(self._seen[name], number + 1)

@@ -22,9 +22,10 @@ class Compilation(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     Attributes:
         modules: names of the modules that are compiled, each by itself; ``""`` is the model.
         backend, mode, dynamic, fullgraph, options: as for ``torch.compile``.
-        recorded: whether the recorded step ran so. False for the eager step from which proposals for a plan come.
-        broken: of that step, modules in which the compiler broke the graph: they are no units.
-        untraced: of that step, names of ops in whose place the compiler traces others: they are kept.
+        recorded: whether the recorded step ran compiled. False for ``Profile.uncompiled``, from which proposals come,
+            and which alone has the next two fields.
+        broken: modules in which the compiler broke the graph: they are no units.
+        untraced: names of ops for which the compiler traces other ops: plans keep their outputs.
     """
 
     modules: tuple[str, ...] = ("",)
@@ -45,7 +46,7 @@ class Compilation(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """Say what a dry run of the compiler leaves out, a sentence each."""
+        """What a dry run of the compiler leaves out, a sentence each."""
         found = []
         mode = self.mode or ""
         if mode == "reduce-overhead" or mode == "max-autotune" or self.options.get("triton.cudagraphs"):

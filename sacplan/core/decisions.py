@@ -36,12 +36,12 @@ class AnyDecision(Struct, frozen=True, forbid_unknown_fields=True, tag_field="te
 
     @property
     def units(self) -> tuple[str, ...]:
-        """The modules that have to be units, or whose forward it replaces."""
+        """The modules that have to be units, or whose forward the decision replaces."""
         return (self.unit,)
 
     @property
     def sites(self) -> tuple[CallSite, ...]:
-        """The call sites in the unit that it is about: none."""
+        """The call sites in the unit that the decision is about: none, by default."""
         return ()
 
 
@@ -79,13 +79,12 @@ class Recompute(SiteDecision, frozen=True, tag="recompute", omit_defaults=True):
 
 
 class Partition(AnyDecision, frozen=True, tag="partition"):
-    """Save these values of a graph that ``torch.compile`` makes, and run again what else its backward pass needs.
+    """Save some values of a graph that ``torch.compile`` makes, and recompute all else that its backward pass needs.
 
-    It is recomputation as the compiler carries it out: PyTorch splits the joint graph there.
+    This is recomputation by the compiler: PyTorch splits the joint graph at the saved values.
 
     Attributes:
-        unit: fqn of the module that is compiled, ``""`` for the model itself. Of alike modules, which share a graph,
-            the first.
+        unit: fqn of the compiled module, ``""`` for the model itself; the first one of those that share a graph.
         graph: which graph, by its ops and sizes (``graph_key`` in ``sacplan/torch_compat/partitioning.py``).
         saved: names of the nodes that are saved.
     """
@@ -98,7 +97,7 @@ class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
     """Run some ops in slices of one dimension.
 
     The temporaries of a slice are freed before the next one begins. The size is split into ``slices`` slices of equal
-    length; the last one may be shorter. It is the size that a call has, not the recorded one.
+    length; the last one may be shorter. It is the size in the current call, not the recorded one.
 
     Attributes:
         unit: fqn of the module, ``""`` for the model itself.
@@ -106,10 +105,10 @@ class Chunk(AnyDecision, frozen=True, tag="chunk", omit_defaults=True):
             the unit's forward, and its backward, in which the forward of each slice runs again. ``"backward"``:
             the unit's backward alone. Its forward runs whole, and keeps nothing but the unit's input. ``"rest"``: all
             that is computed from the unit's input until it is reduced to numbers, forward and backward in one loop.
-        slices: how many.
+        slices: the number of slices.
         dim: the dimension of the unit's input; for a stretch, of what the op at its last site makes.
         outer, inner: of a stretch. Its dimension, seen as (outer, size, inner), is sliced along the middle.
-        sites: call sites of a stretch, in order, views aside. They run when the last one is reached.
+        sites: call sites of a stretch, in order, without views. All of them run when the last one is reached.
         exits: of a stretch, the tensors that are needed after it: (position in ``sites``, which output of the op).
     """
 
@@ -127,7 +126,7 @@ class SeenTensor(NamedTuple):
 
     Attributes:
         unit, op, occurrence, place: the call site, as in ``Site``.
-        tensor: its place among the tensors of the op's arguments and, behind these, of its outputs.
+        tensor: its position among the tensors of the op's arguments and then of its outputs.
     """
 
     unit: str
@@ -151,8 +150,8 @@ class Offload(SiteDecision, frozen=True, kw_only=True, tag="offload", omit_defau
     Attributes:
         tensor: which tensor of the op, as in ``SeenTensor``.
         let_go: the op after which computation waits for the copy, and the tensor's memory on the device is freed.
-        fetch: the copy back begins, and its memory is allocated, when autograd first asks for this tensor. None: when
-            the value itself is needed.
+        fetch: the copy back begins, and its memory is allocated, when autograd first asks for the tensor named here.
+            None: when the offloaded tensor itself is needed.
     """
 
     tensor: Count = 0
@@ -161,7 +160,7 @@ class Offload(SiteDecision, frozen=True, kw_only=True, tag="offload", omit_defau
 
     @property
     def units(self) -> tuple[str, ...]:
-        """The modules whose forward it replaces: what it waits for may be seen in another one."""
+        """The modules whose forward the decision replaces, with those of ``let_go`` and ``fetch``."""
         others = [self.let_go.unit, *([] if self.fetch is None else [self.fetch.unit])]
         return tuple(dict.fromkeys((self.unit, *others)))
 
@@ -172,14 +171,14 @@ class OffloadWeight(AnyDecision, frozen=True, kw_only=True, tag="offload-weight"
     In the forward pass it is on the device while one module runs, in the backward pass as long as autograd needs it.
 
     Attributes:
-        unit: fqn of the module in which what autograd saves is seen; it is around ``module``, or the same.
+        unit: fqn of the module in whose forward saved tensors are seen: ``module``, or one around it.
         parameter: fqn of the parameter.
         module: fqn of the module whose call uses the parameter: the last one, if it is tied.
-        begin: fqn of the module whose call begins the copy for the forward pass: ``around``, or one that runs before.
+        begin: fqn of the module whose call begins the copy for the forward pass: ``around``, or one that runs earlier.
         around: fqn of the innermost module that runs all ops of the forward pass that read the parameter: from the
             beginning of its call on the parameter is on the device.
-        fetch: the copy for the backward pass begins when autograd first asks for this tensor. None: when the parameter
-            itself is needed.
+        fetch: the copy for the backward pass begins when autograd first asks for the tensor named here. None: when the
+            parameter itself is needed.
         trained: whether it may be trained, by an optimizer that updates it on the host and keeps its gradient there.
     """
 
@@ -192,11 +191,11 @@ class OffloadWeight(AnyDecision, frozen=True, kw_only=True, tag="offload-weight"
 
     @property
     def units(self) -> tuple[str, ...]:
-        """The modules that have to be units: the copy back may wait for what is seen in another one."""
+        """The modules that have to be units: ``fetch`` may name another one."""
         return tuple(dict.fromkeys((self.unit, *([] if self.fetch is None else [self.fetch.unit]))))
 
 
-# A further one is a class above, and a member here.
+# A new kind of decision is a class above, and a member of this union.
 Decision: TypeAlias = Recompute | Partition | Chunk | Offload | OffloadWeight
 
 Discarded = Mapping[str, Mapping[CallSite, int]]
@@ -206,10 +205,10 @@ Discarded = Mapping[str, Mapping[CallSite, int]]
 def discarded_by(decisions: Iterable[Decision]) -> dict[str, dict[CallSite, int]]:
     """Return the call sites that decisions recompute, by unit."""
     found: dict[str, dict[CallSite, int]] = {}
-    for one in decisions:
-        # Only recomputation discards what single call sites make; the other techniques have nothing to add.
-        if isinstance(one, Recompute):
-            found.setdefault(one.unit, {})[CallSite(one.op, one.occurrence, one.place)] = one.times
+    for decision in decisions:
+        # Only recomputation discards what single call sites make; other decisions are skipped.
+        if isinstance(decision, Recompute):
+            found.setdefault(decision.unit, {})[decision.sites[0]] = decision.times
     return found
 
 

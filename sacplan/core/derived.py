@@ -19,8 +19,8 @@ def derived(
     """Decorate a function of a program (or of a ``PlanStep``) so that it runs once for each program and arguments.
 
     ``functools.cache`` would keep every program alive for good, and would hash it at every call. Here the results lie
-    in the program's ``__dict__``: they go when it goes, and they are neither compared nor pickled nor saved. The
-    arguments behind the first must be hashable. An error is not kept; the next call runs the function again.
+    in the program's ``__dict__``: they are freed with the program, and neither compared nor pickled nor saved. The
+    arguments after the first must be hashable. An error is not kept; the next call runs the function again.
 
     A function that returns an empty dict, decorated, is a typed cache that its callers fill themselves.
     """
@@ -41,5 +41,5 @@ def derived(
 
 @derived
 def settled_from(program: object) -> list[Any]:
-    """Return the recorded program that one with settled decisions was made from: a list that its maker fills."""
+    """Return the list in which the maker of a program with settled decisions puts the recorded program."""
     return []

@@ -35,16 +35,16 @@ def pattern_of(fqn: str) -> str:
 
 
 def names_module(pattern: str, fqn: str) -> bool:
-    """Whether a pattern (``fnmatch``) is for a module; it may have the part that ``torch.compile`` adds to names."""
+    """Whether a pattern (``fnmatch``) matches a module; parts ``_orig_mod`` (from ``torch.compile``) are ignored."""
     return fnmatchcase(fqn, ".".join(part for part in pattern.split(".") if part != "_orig_mod"))
 
 
 def by_pattern(values: Mapping[K, V], among: Mapping[K, V], pattern: Callable[[K], K]) -> dict[K, V]:
-    """Fold values: by pattern where all entries of ``among`` with that pattern are equal, else each by its own key."""
+    """Return ``values`` by pattern where all entries of ``among`` with that pattern are equal, else by their keys."""
     alike: dict[K, set[V]] = defaultdict(set)
     for key, value in among.items():
         alike[pattern(key)].add(value)
-    # A pattern stands for every entry of ``among`` that has it, and these may be more than ``values`` has.
+    # A pattern stands for every entry of ``among`` that has it, not only for those that are in ``values``.
     return {pattern(key) if len(alike[pattern(key)]) == 1 else key: value for key, value in values.items()}
 
 
@@ -151,14 +151,14 @@ class Op(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
         mutates: storages it writes in place.
         recomputable: running it again gives the same values and has no other effect.
         state_bytes: size of the generator state that is kept on the device if a random op is to run again.
-        replaces: for an op that writes in place, the version of the storage that it overwrites: its first output
-            takes over these bytes. It can run again only if that version is made again. -1: none.
+        replaces: for an op that writes in place, the version of the storage that it overwrites, whose bytes its first
+            output takes over. The op can run again only if that version is made again. -1: none.
         inputs, outputs: tensors, in the order in which they stand in the arguments and results.
         arguments: the call as JSON, ``[args, kwargs]``; see ``call``.
         forward_of: of an op of the backward pass, the forward op whose gradient it computes (of a custom
             ``autograd.Function``, its first op), as autograd's sequence numbers tell it; -1 where there is none.
         recomputes: the op that this one runs again; -1 for an op of the recorded step.
-        runs: how many ops of a loop over slices it stands for, whose times it has.
+        runs: how many ops of a loop over slices this op stands for; its time and FLOPs are their sums.
     """
 
     name: Name
@@ -212,11 +212,11 @@ class Scope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class Patch(msgspec.Struct, frozen=True):
     """A rewrite of some events of a program.
 
-    New ops, storages and handles have the indices behind those of the program, in the order in which they stand here.
+    New ops, storages and handles have the indices after those of the program, in the order in which they stand here.
 
     Attributes:
-        events: by position, the events that take the place of the one there. Those at position
-            ``len(program.events)`` come at the end.
+        events: by position, the events that replace the event at that position. Those at ``len(program.events)`` come
+            at the end.
         ops: new ops.
         changed_ops: by index, ops that take the place of others.
         storage_bytes, storage_kinds: of new storages.

@@ -38,7 +38,7 @@ Checksum = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 LARGEST_FILE = 2**30
 """Largest file that is read, in bytes of JSON; the profile of Llama-3-8B has 2 MB."""
 
-_WIDTH = 160  # an object or list that fits in a line of that length is written on one
+_WIDTH = 160  # an object or list is written on one line if that is shorter than this
 
 T = TypeVar("T")
 
@@ -63,14 +63,14 @@ def load(path: str | Path, kind: type[T], what: str, schema_version: int, error:
     again = f"Make the {what} again and `.save()` it."
     try:
         data = read(path)
-        # The head first: a file of another kind or version would fail validation, with an error about some field.
+        # The head first: for a file of another kind or version, validation would only complain about some field.
         head = msgspec.json.decode(data, type=_FileHead)
         if (head.what, head.schema_version) == (what, schema_version):
             found = msgspec.json.decode(data, type=kind)
-            json.loads(data, object_pairs_hook=_once)  # msgspec takes one of two equal keys without a word
+            json.loads(data, object_pairs_hook=_once)  # msgspec accepts an object with the same key twice
             return found
-    # ``OSError`` comes through, except for ``BadGzipFile``, which is one: a file that is not there is no damaged file.
-    # Damaged compression, damaged or invalid JSON (these are ValueErrors), nesting without end, invalid values.
+    # Damaged compression, damaged or invalid JSON (these are ValueErrors), too deep nesting, invalid values. Of
+    # ``OSError`` only ``BadGzipFile`` is caught: a missing file is no damaged file, and its error passes through.
     except (EOFError, RecursionError, SacplanError, ValueError, gzip.BadGzipFile, zlib.error) as problem:
         raise error(f"{path} is not a sacplan {what}: {_sentence(problem)} {again}") from problem
     if head.what != what:
@@ -82,7 +82,7 @@ def load(path: str | Path, kind: type[T], what: str, schema_version: int, error:
 
 
 def read(path: Path) -> bytes:
-    """Read the JSON in a file. Its size is bounded, since a few bytes of gzip may expand to any number."""
+    """Return the JSON in a file. The size is limited, since a few bytes of gzip may expand to any size."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         # One byte more than allowed is enough to know that the file is too large.
         data: bytes = file.read(LARGEST_FILE + 1)
@@ -92,7 +92,7 @@ def read(path: Path) -> bytes:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; ``ValueError`` if it has a key twice, since readers differ in which one they take."""
+    """Return an object of JSON; ``ValueError`` if it has a key twice, since parsers differ in which value they take."""
     found = dict(pairs)
     if len(found) < len(pairs):
         key, _ = Counter(key for key, _ in pairs).most_common(1)[0]

@@ -32,7 +32,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         batch: path, shape and dtype of each tensor.
         local_shapes: of parameters that are DTensors, on the rank that made this. Not compared: on the last ranks they
             may be smaller.
-        setup: how the recorded step was set up. A difference here is a ``SacplanWarning``, and no other model.
+        setup: how the recorded step was set up. A difference causes a ``SacplanWarning`` only.
         calls: the different calls of the model in the step. Not compared either: a watched model says where a later
             call takes more.
         target: the arguments from which the command line made the model and the batch, if it can make them again.
@@ -66,7 +66,7 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
 
     @property
     def calls_or_batch(self) -> tuple[ModelCall, ...]:
-        """The calls of the model; where none was, since the loss calls parts of it, the batch in the form of one."""
+        """The calls of the model; if the loss calls only parts of it, one call made of the batch."""
         batch = tuple((path, shape) for path, shape, _ in self.batch if shape)
         return self.calls or (ModelCall(batch, with_gradients=True),)
 
@@ -101,15 +101,15 @@ class Fingerprint(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
         return f"{dtype.removeprefix('torch.')} {list(shape)}"
 
     def is_of_same(self, other: Fingerprint) -> bool:
-        """Whether another is of the same model and batch.
+        """Whether another fingerprint is of the same model and batch.
 
         ``target``, ``setup``, ``calls`` and ``local_shapes`` are not compared.
         """
-        # None changes the shapes that a plan depends on: one says how to make the model, two only warn, and ranks
-        # whose shards differ in size have the same plan.
+        # They change no shapes that a plan depends on: ``target`` says how to make the model, ``setup`` and ``calls``
+        # only warn, and ranks whose ``local_shapes`` differ have the same plan.
         ours, theirs = (
-            structs.replace(one, target=None, setup=Setup(), calls=(), local_shapes=None)
-            for one in (self, other)
+            structs.replace(fingerprint, target=None, setup=Setup(), calls=(), local_shapes=None)
+            for fingerprint in (self, other)
         )
         return ours == theirs
 
@@ -135,13 +135,13 @@ def _number(n: int, what: str) -> str:
 
 
 def local_shapes_of(model: torch.nn.Module) -> dict[str, tuple[int, ...]] | None:
-    """Return by name the shapes that parameters which are DTensors have on this rank; None if none is."""
+    """Return, by name, the local shapes of the parameters that are DTensors; None if there are none."""
     found = {
         name: tuple(local_part(p).shape)
         for name, p in unwrapped(model).named_parameters()
         if stands_for_another(p)
     }
-    # None is the default, so that files of models without DTensors do without the field.
+    # None, the default, is left out of files.
     return found or None
 
 
@@ -160,7 +160,7 @@ def _compare(
                 f"this plan was made for {whose}: the first {what} that differs is {old[0]!r} {old[1]} {old[2]} in "
                 f"the plan, here {new[0]!r} {new[1]} {new[2]}. Make a plan for this one with sacplan.plan."
             )
-    # They agree as far as the shorter one goes, so the difference is the first entry behind it.
+    # All pairs agree, so the first difference is the next entry of the longer sequence.
     if len(planned) != len(here):
         longer = planned if len(planned) > len(here) else here
         name = longer[min(len(planned), len(here))][0]

@@ -1,13 +1,13 @@
 """Fold the events of a program: how many bytes are alive when, and from when to when each thing lives.
 
-There is one rule, and :class:`Fold` is the only place where it stands: a storage is alive while its count of holders is
-above zero. Each event changes at most one count by one, except that an op holds all storages that it writes:
+There is one rule, which only :class:`Fold` implements: a storage is alive while its count of holders is above zero.
+Each event changes at most one count by one, except that an op holds all storages that it writes:
 
     OP, ALLOC   +1, until  FREE      code holds the storage
     PACK        +1, until  RELEASE   autograd keeps a handle on it
     UNPACK      +1, until  DROP      a backward formula has the tensor of a handle
 
-``RESIZE`` gives a storage another size, whoever holds it. Its contents are copied, so for a moment both are there.
+``RESIZE`` gives a storage another size, whoever holds it. Its contents are copied, so for a moment both are alive.
 
 The invariant is ``live == sum(size(s) for s if holders[s] > 0)``. Since sizes are those of the device's allocator, the
 peak of a program is that of the step, byte for byte. Storages on the host follow the same rule, and are added up apart.
@@ -38,7 +38,7 @@ class Fold:
 
     Args:
         program: the program that the indices of the events refer to.
-        patch: a patch of it; indices beyond those of the program refer to this.
+        patch: a patch of the program; indices beyond the program's refer to what it adds.
         initial: storages alive when the events begin; by default those of the step.
 
     Attributes:
@@ -54,12 +54,12 @@ class Fold:
         self._program = program
         self._patch = patch
         self._n_ops = len(program.ops)
-        # By index, without a patch as the program has them, else with those of the patch behind them.
+        # By index, those of the program, and after these those of the patch.
         self._sizes: Any = list(program.first_bytes) if program.resizes else program.storage_bytes
         self._handles: Any = program.handle_storages
         self._instances: Any = program.instance_storages
         if patch is not _NO_PATCH:
-            # Lists, although there is a fold for each option: it asks at almost every event.
+            # Copies, although each option has its own fold: almost every event looks an index up.
             self._sizes = [*program.first_bytes, *patch.storage_bytes]
             for s, n_bytes in patch.resized.items():
                 self._sizes[s] = n_bytes
@@ -104,12 +104,12 @@ class Fold:
             if arg < self._n_ops:
                 op, inside = program.ops[arg], program.inside_bytes[arg]
             else:
-                # ``inside_bytes`` covers the ops of the program alone; for an added op the same sum is made here.
+                # ``inside_bytes`` has only the ops of the program; for an op of the patch the sum is made here.
                 op = self._patch.ops[arg - self._n_ops]
                 inside = op.workspace_bytes - (self._sizes[op.replaces] if op.replaces >= 0 else 0)
             # Outputs are allocated while all inputs are alive, and the workspace with them. It is gone after the op, so
             # it is in ``noted`` but not in ``live``. An in-place version takes over the bytes of the old one, which is
-            # freed by the next event: until then both are in ``live``, and one of them is taken off.
+            # freed by the next event: until then both are in ``live``, and ``inside`` takes one of them off.
             for s in op.writes:
                 self.hold(s)
             self.noted = self.live + inside
@@ -131,7 +131,7 @@ class Fold:
             self._resize(*self._program.resizes[arg])
 
     def _resize(self, storage: int, before: int, after: int) -> None:
-        # Through ``release`` and ``hold``, which subclasses follow: one holder of all lets go, and holds it again.
+        # Through ``release`` and ``hold``, which subclasses extend; with a count of 1 both change the bytes.
         n, self.holders[storage] = self.holders[storage], 1
         if n:
             self.release(storage)
@@ -162,7 +162,7 @@ class Footprint:
         peak_scope: the module call, or -1.
         end_bytes: alive when the step is over.
         recompute_ms, recompute_flops: what ran a second time.
-        again: the recorded ops that did, in their order.
+        again: the recorded ops of these, in their order.
         host_peak_bytes: the most that is alive in the memory of the host.
     """
 
@@ -200,7 +200,7 @@ def footprint_of(program: Recording) -> Footprint:
     # that uses it.
     fold = Fold(program)
     step, ops = fold.step, program.ops
-    # A step that is at its highest before any op is put down to the first one.
+    # A peak before any op is attributed to the first op.
     peak, peak_op = fold.live, next((arg for code, arg in program.events if code == _OP), -1)
     again: list[int] = []
     host = fold.host
@@ -229,7 +229,7 @@ def footprint_of(program: Recording) -> Footprint:
 
 
 def summits(program: Recording, share: float) -> Iterator[Footprint]:
-    """Yield the footprint once for each kind of module, as if the peak were at its highest moment, the highest first.
+    """Yield a footprint for each kind of module, with the highest moment of the kind as its peak, highest first.
 
     The first one is the footprint of the program. Layers that are alike are of one kind.
 
@@ -240,7 +240,7 @@ def summits(program: Recording, share: float) -> Iterator[Footprint]:
     peak, at_op = footprint_of(program), bytes_at_ops(program)
     yield peak
     seen = {pattern_of(peak.peak_fqn)}
-    # From the highest op down. So the first op of a kind is its highest moment, and the first one below the share ends
+    # From the highest op down. So the first op of a kind is its highest moment, and the first op below the share ends
     # the search.
     for op in map(int, np.argsort(-at_op, kind="stable")):
         if at_op[op] < share * peak.peak_bytes:
@@ -260,7 +260,7 @@ def summits(program: Recording, share: float) -> Iterator[Footprint]:
 
 
 def bytes_at_ops(program: Recording) -> Bytes:
-    """Return by op the bytes alive while it runs: ``Liveness.at_op``, without the cost of the rest."""
+    """Return, by op, the bytes alive while it runs: ``Liveness.at_op``, without the cost of the rest."""
     fold, found = Fold(program), np.zeros(len(program.ops), dtype=np.int64)
     step = fold.step
     for code, arg in program.events:
@@ -278,7 +278,7 @@ class Moment:
         op: the op; -1 for the state before the step.
         live_bytes: everything alive, its outputs and workspace included.
         by_kind: the same, by ``StorageKind``; the workspace counts as temporary.
-        host_bytes: what is alive in the memory of the host, which is in neither of these.
+        host_bytes: what is alive in the memory of the host, which the other two leave out.
     """
 
     op: int
@@ -307,7 +307,7 @@ class _FoldByKind(Fold):
         self.by_kind[self._program.storage_kinds[storage]] += self.live - before
 
     def while_running(self, op: int) -> tuple[int, ...]:
-        """Return bytes by kind while the op ran that was stepped over last."""
+        """Return bytes by kind while ``op`` ran, which must be the last event."""
         kinds = list(self.by_kind)
         kinds[StorageKind.TEMPORARY] += self._program.inside_bytes[op]
         return tuple(kinds)
@@ -322,7 +322,7 @@ class Liveness:
     Attributes:
         op_events: by op, the position at which it runs (-1: it does not).
         before_event: by position, bytes alive before the event.
-        at_op: by op, bytes alive while it runs; 0 if it does not.
+        at_op: by op, bytes alive while it runs; 0 if it does not run.
         initial_bytes: alive before the first event.
         events_of: by storage, the positions of its events.
         died: by storage, the position after which nobody holds it.
@@ -368,8 +368,8 @@ class Liveness:
         for position, (code, arg) in enumerate(program.events):
             before[position] = fold.live
             step(code, arg)
-            # An op may write several storages and a module call holds none; every other event is of one storage, which
-            # the end of the loop looks at.
+            # An op may write several storages, and a module call holds none. All other events are of one storage, which
+            # the end of the loop handles.
             if code == _OP:
                 op_events[arg] = position
                 at_op[arg] = fold.noted
@@ -409,7 +409,7 @@ class Liveness:
 
     def held_otherwise(self, op: int) -> set[int]:
         """Return storages that something other than a handle of autograd keeps alive while an op runs."""
-        # Code holds it from where it was made to where it was freed. A formula that has unpacked it holds it, too.
+        # Code holds a storage from ``made`` to ``freed``, and a backward formula from ``unpacked`` to ``dropped``.
         at = int(self.op_events[op])
         held = {
             s for s, (made, freed) in enumerate(zip(self.made, self.freed, strict=True)) if made <= at < freed
@@ -449,9 +449,9 @@ class Liveness:
 
     @cached_property
     def floor_bytes(self) -> int:
-        """The peak without bytes that only handles of autograd hold: no plan that only recomputes has a lower one."""
+        """The peak without bytes that only handles of autograd hold: no plan that only recomputes has a lower peak."""
         # The same fold without ``PACK`` and ``RELEASE``: autograd then holds a storage only while a formula uses it. A
-        # plan may not reach this bound, since what it recomputes takes memory while it runs.
+        # plan might not reach this bound, since what it recomputes takes memory while it runs.
         fold, most = Fold(self.program), 0
         for code, arg in self.program.events:
             if code not in (_PACK, _RELEASE):
@@ -462,15 +462,15 @@ class Liveness:
 
     @cached_property
     def end_of_forward(self) -> int:
-        """The position of the first op after the forward pass."""
+        """The position of the first op after the forward pass, or the number of events."""
         ops = self.program.ops
         # Ops that a rewrite has left out have position -1, which would be before all others.
-        behind = (
+        later = (
             p
             for op, p in zip(ops, self.op_events.tolist(), strict=True)
             if op.phase != Phase.FORWARD and p >= 0
         )
-        return min(behind, default=len(self.program.events))
+        return min(later, default=len(self.program.events))
 
     @cached_property
     def outlives_forward(self) -> frozenset[int]:

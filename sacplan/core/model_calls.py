@@ -42,11 +42,11 @@ def tensor_paths(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from tensor_paths(one, f"{path}[{key!r}]")
+        for key, item in value.items():
+            yield from tensor_paths(item, f"{path}[{key!r}]")
     elif isinstance(value, (tuple, list)):
-        for i, one in enumerate(value):
-            yield from tensor_paths(one, f"{path}[{i}]")
+        for i, item in enumerate(value):
+            yield from tensor_paths(item, f"{path}[{i}]")
 
 
 class Larger(NamedTuple):
@@ -64,7 +64,7 @@ class Larger(NamedTuple):
     @property
     def name(self) -> str:
         """The path in words: ``input_ids``, ``argument 0``, ``batch['images'][1]``."""
-        # A bracket that is left between the outer ones means that the tensor is inside of an argument.
+        # A bracket between the first and the last one means that the tensor is inside of an argument.
         inner = self.path[1:-1]
         if "[" in inner:
             return f"batch{self.path}"
@@ -72,15 +72,15 @@ class Larger(NamedTuple):
 
 
 def larger_than(here: Shapes, planned: Iterable[Shapes]) -> Larger | None:
-    """Return the first tensor that is larger than in any planned call; None if some planned call is as large in all.
+    """Return the first tensor that is larger than in the first planned call; None if some call is as large in all.
 
-    Larger is a tensor that is longer in any dimension. More and shorter samples, of no more tokens together, are not as
-    large: kernels pad each of them. Tensors that only one of the two calls has are not compared, and neither are those
-    with one dimension, such as the offsets of packed samples, where there are others.
+    A tensor is larger if it is longer in any dimension. So more and shorter samples count, even with no more tokens
+    together: kernels pad each of them. Tensors that only one of the two calls has are not compared. Nor are tensors
+    with one dimension, such as the offsets of packed samples, where others have more.
     """
     deep = [(path, shape) for path, shape in here if len(shape) > 1]
     first = None
-    # One planned call that is as large settles it. Otherwise the first difference is the one to report.
+    # One planned call that is as large is enough. If there is none, the first difference is reported.
     for shapes in planned:
         known = dict(shapes)
         beyond = (

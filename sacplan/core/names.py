@@ -21,10 +21,10 @@ _NAMES = {row["op"]: row["name"] for row in table_of(Path(__file__).with_name("o
 
 
 def matching_modules(names: Sequence[str], patterns: Iterable[str], argument: str) -> tuple[str, ...]:
-    """Return the modules that patterns name (``*`` also matches dots), in their order; of nested matches the outermost.
+    """Return the modules that match patterns (``*`` matches dots, too), by pattern; of nested matches the outermost.
 
     Raises:
-        TraceError: a pattern of this argument matches nothing; it lists near names.
+        TraceError: a pattern matches nothing; the message lists near names.
     """
     found: dict[str, None] = {}
     for pattern in patterns:
@@ -89,13 +89,13 @@ def braced(names: Sequence[str]) -> list[str]:
     for i in range(max(map(len, found), default=0)):
         alike: dict[tuple[str, ...], list[list[str]]] = defaultdict(list)
         for parts in found:
-            # A name of one part has nothing that could be shared.
+            # A name of one part, or without a part ``i``, is left alone.
             rest = (*parts[:i], "*", *parts[i + 1 :]) if 1 < len(parts) > i else tuple(parts)
             alike[rest].append(parts)
         found = [
             same[0]
             if len(same) == 1
-            else [*same[0][:i], f"{{{','.join(one[i] for one in same)}}}", *same[0][i + 1 :]]
+            else [*same[0][:i], f"{{{','.join(parts[i] for parts in same)}}}", *same[0][i + 1 :]]
             for same in alike.values()
         ]
     return [".".join(parts) for parts in found]
@@ -116,7 +116,7 @@ def shown_module(program: Program, op: int, model: str) -> str:
 
 
 def short_op(name: str) -> str:
-    """Return an op in few words.
+    """Return a short name of an op.
 
     ``"aten.mm.default"`` becomes ``"matmul"``, ``"aten.add_.Tensor"`` ``"add_"``, ``"sacplan.copy_to_host"`` ``"copy to
     host"``.
@@ -128,8 +128,8 @@ def short_op(name: str) -> str:
         return name.removesuffix(".default")
     # What follows ``_backward`` in a name such as ``_softmax_backward_data`` is dropped.
     bare, backward, _ = parts[1].partition("_backward")
-    said = "attention" if "attention" in bare else _NAMES.get(bare, bare)
-    return f"{said} backward" if backward else said
+    shown = "attention" if "attention" in bare else _NAMES.get(bare, bare)
+    return f"{shown} backward" if backward else shown
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:

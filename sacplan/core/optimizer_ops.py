@@ -34,7 +34,7 @@ def recomputed_from_updated(program: Program) -> int | None:
         if code != Event.OP:
             continue
         op = program.ops[arg]
-        # Only what is updated between an op and its recomputation matters, so both are looked at in one pass.
+        # Only an update between an op and its recomputation matters, so the moments of both are kept.
         if op.phase is Phase.OPTIMIZER:
             updated.update(dict.fromkeys(op.mutates, moment))
         elif op.recomputes < 0:
@@ -45,7 +45,7 @@ def recomputed_from_updated(program: Program) -> int | None:
 
 
 def why_not_again(program: Program) -> str:
-    """Return which op runs again from a parameter that an optimizer has changed by then; empty if none does."""
+    """Return a message about an op that runs again from a parameter updated in the meantime; ``""`` if none does."""
     index = recomputed_from_updated(program)
     if index is None:
         return ""

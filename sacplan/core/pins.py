@@ -8,13 +8,13 @@ How a pattern is read:
   with the overload, ``aten.topk.default``, or without it, ``aten.topk``. ``::`` is read as a dot, so that ops of other
   namespaces can be named: ``mylib::scan`` matches ``mylib.scan.default``.
 - Any other names *modules*, as ``named_modules()`` does. With ``*``, ``?`` or ``[`` it is a pattern for the whole name
-  (``*`` also matches dots), without it is the name itself. What is inside of a module that matches is matched too, by
+  (``*`` also matches dots), else it is the name itself. What is inside of a module that matches is matched too, by
   name and by call: ``keep=["encoder"]`` holds for ``encoder.layers.0`` and for a module from elsewhere that runs in
   ``encoder``. ``vision_tower.*`` matches what is inside of ``vision_tower``, not the module itself.
 
 ``keep``: the outputs of ops of that name, and of any op in these modules, are never discarded. ``never``: the same for
 these modules, and neither they nor anything around or inside of them is a unit, so nothing watches their ops.
-A module around one is then planned for by the units that are left inside of it. Its own ops, outside of any of these
+A module around such a module is planned for by the units that are left inside of it. Its own ops, outside of these
 units, stay as they are.
 """
 
@@ -41,7 +41,7 @@ class Pins:
         keep, never: as given.
         kept_ops: recorded forward ops that must not run again: pinned, or with no module around them that may be
             a unit.
-        named_ops: of these, those that the patterns themselves name.
+        named_ops: those of ``kept_ops`` that are pinned.
         widest_units: by scope, the outermost module call, itself or around it, that may be a unit; ``ROOT_SCOPE`` where
             there is none. None where all may: nothing is in ``never``, and no module was compiled on its own.
         compiled_ops, compiled_calls: ops and calls in modules that are compiled on their own.
@@ -60,7 +60,7 @@ class Pins:
 
     @property
     def said(self) -> str:
-        """The arguments, in words, for a message."""
+        """Why ops and modules are left alone, in words."""
         named = (("keep", self.keep), ("never", self.never))
         words = [f"{argument}={list(patterns)!r}" for argument, patterns in named if patterns]
         # Modules may be left alone without a pattern, because of how the model was made.
@@ -77,7 +77,7 @@ class Pins:
 
     @property
     def outside(self) -> Pins:
-        """The pins of a technique that works only outside of what is compiled, which it leaves alone."""
+        """The pins for a technique that leaves compiled modules alone."""
         if self.widest_units is None or not self.compiled_calls:
             return self
         widest = tuple(
@@ -120,7 +120,7 @@ def resolve_pins(
     """Match the patterns against a recorded step.
 
     Raises:
-        PlanError: a pattern that matches nothing, or is no pattern; names what comes near.
+        PlanError: a pattern matches nothing, or is no pattern; the message lists near names.
     """
     # Malformed patterns are refused first. Where nothing is to be left alone the step is not looked at.
     keep, never = _patterns("keep", keep), _patterns("never", never)
@@ -142,7 +142,7 @@ def resolve_pins(
     left_alone = {fqn for pattern in never for fqn in known.modules(pattern, "never")}
     alone = _scopes_of(program, left_alone.union(scripted))
     widest_units = _widest_units(program, alone, compiled) if never or compiled or scripted else None
-    # What the step runs again by itself stays as it is, as if ``keep`` named it.
+    # Modules that the step itself checkpoints are kept, as if ``keep`` named them.
     pinned = alone | _scopes_of(program, kept_modules.union(checkpointed))
     forward = [i for i, op in enumerate(program.ops) if op.phase == Phase.FORWARD]
     named_ops = kept_ops.union(i for i in forward if program.ops[i].scope in pinned)
@@ -204,7 +204,7 @@ class _Names:
                 self._later.add(op.name)
 
     def modules(self, pattern: str, argument: str) -> list[str]:
-        """Names that match; what is inside of them is not listed."""
+        """Return the modules that match the pattern, without what is inside of them."""
         found = [name for name in self._modules if names_module(pattern, name)]
         if not found:
             message = f"{argument}: {pattern!r} matches nothing. It was read as the name of a module."
@@ -217,7 +217,7 @@ class _Names:
         return found
 
     def ops(self, pattern: str) -> list[int]:
-        """Recorded forward ops whose name matches."""
+        """Return the recorded forward ops that match the pattern."""
         dotted = pattern.replace("::", ".")
         found = [i for name, ops in self._ops.items() if _matches(name, dotted) for i in ops]
         if not found:
@@ -227,7 +227,7 @@ class _Names:
             else:
                 message += did_you_mean(dotted, self._packets())
             raise PlanError(f"{message} See sacplan.plan for how patterns are read.")
-        # A view has no memory of its own, so to keep it would keep nothing.
+        # Views have no memory of their own, so keeping them keeps nothing.
         if not any(self._program.ops[i].writes or self._program.ops[i].mutates for i in found):
             raise PlanError(
                 f"keep: {pattern!r} names ops that make nothing of their own, only views of what other ops made. Name "
@@ -240,7 +240,7 @@ class _Names:
 
 
 def _packet(name: str) -> str:
-    """``aten.mm`` of ``aten.mm.default``."""
+    """Return ``aten.mm`` for ``aten.mm.default``."""
     return name.rpartition(".")[0]
 
 
@@ -249,7 +249,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _with_outer(names: Iterable[str]) -> Iterable[str]:
-    """Yield each name after those that it is inside of; the model's own, "", comes first."""
+    """Yield each name after those of the modules around it, of which ``""``, the model, is the first."""
     for name in names:
         yield ""
         parts = name.split(".")
@@ -262,7 +262,7 @@ def _scopes_of(program: Program, modules: Iterable[str]) -> set[int]:
     wanted = set(modules)
     found: set[int] = set()
     for i, scope in enumerate(program.scopes):  # a call comes after the one around it
-        # Inside by call or by name, since a module may also be called outside of the one that it is in.
+        # Inside by call or by name: a module may be called outside of the module that holds it.
         if scope.parent in found or not wanted.isdisjoint(_with_outer((scope.fqn,))):
             found.add(i)
     return found
@@ -274,7 +274,7 @@ def _compiled(program: Program, fingerprint: Fingerprint) -> set[int]:
     if how is None:
         return set()
     found = {call for fqn in how.modules for call in program.calls.get(fqn, ())}
-    # What a broken module calls lies in a graph of its own: no unit is around that.
+    # Each call from a broken module lies in a graph of its own: no unit is around that graph.
     scopes = program.scopes
     return found | {i for i, s in enumerate(scopes) if s.parent >= 0 and scopes[s.parent].fqn in how.broken}
 
@@ -285,8 +285,8 @@ def _widest_units(program: Program, alone: set[int], compiled: set[int]) -> tupl
     A module with a call in or around a module that is left alone is no unit in any of its calls: a recipe belongs to a
     module, not to a call.
     """
-    # Barred are the modules left alone, and all around them or around a compiled one. Of what remains, the outermost
-    # call around each scope is its widest unit.
+    # Barred are the modules left alone, and all around them or around compiled ones. Of the other calls, the outermost
+    # around a scope, or the scope, is its widest unit.
     scopes = program.scopes
     barred = {scopes[scope].fqn for scope in alone}
     barred.update(scopes[a].fqn for scope in alone | compiled for a in program.ancestors(scope))

@@ -6,7 +6,7 @@ second, so the step with any plan can be derived from the program of the step wi
 
 Every choice is a rewrite: a :class:`Patch` puts other events in the place of some, adds ops and storages, resizes
 storages. ``program.with_(patch)`` is a program again. Ops, storages and handles keep their indices through a rewrite;
-what is added comes behind them. So "op 17" is op 17 in every rewriting, and the events alone say what runs when. What a
+what is added comes after them. So "op 17" is op 17 in every rewriting, and the events alone say what runs when. What a
 program costs is a fold over its events (``liveness.py``), which knows nothing of techniques.
 """
 
@@ -96,7 +96,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
             handle_ops=self.handle_ops + (patch.handle_ops or unknown),
             instance_handles=self.instance_handles + patch.instance_handles,
             parameter_bytes={**self.parameter_bytes, **patch.parameter_bytes},
-            # In proportion, where a rewrite changes the size of such a storage.
+            # In proportion, where a rewrite changes the size of the storage.
             resizes=tuple(
                 (s, *(n * patch.resized.get(s, whole) // whole for n in n_bytes))
                 for s, *n_bytes in self.resizes
@@ -109,7 +109,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
 
         Ops that no longer run are left out, and so are handles that autograd no longer takes.
         """
-        # Ops that were left out get -1: nothing that runs can be their gradient or run them again.
+        # References to ops that were left out become -1.
         order = [arg for code, arg in self.events if code == Event.OP]
         place = {op: i for i, op in enumerate(order)} | {-1: -1}
         ops = tuple(
@@ -174,7 +174,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
     def left_out(self) -> frozenset[int]:
         """Ops that a rewrite took out of the events; none in a recorded program."""
         ran = {arg for code, arg in self.events if code == Event.OP}
-        # The common case costs no second set. An op runs at most once: one that runs again is an op of its own.
+        # An op runs at most once (a second run is an op of its own), so equal counts mean that all ran.
         return frozenset() if len(ran) == len(self.ops) else frozenset(range(len(self.ops))) - ran
 
     @cached_property
@@ -202,7 +202,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         return {fqn: tuple(scopes) for fqn, scopes in by_fqn.items()}
 
     def ancestors(self, scope: int) -> Iterator[int]:
-        """Yield the scopes around one, innermost first, without itself."""
+        """Yield the scopes around a scope, innermost first, without the scope itself."""
         scope = self.scopes[scope].parent if scope != ROOT_SCOPE else ROOT_SCOPE
         while scope != ROOT_SCOPE:
             yield scope
@@ -214,14 +214,14 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         return tuple(dict.fromkeys(scope.fqn for scope in self.scopes if scope.parent == ROOT_SCOPE))
 
     def outermost_module(self, scope: int) -> str | None:
-        """Return the outermost module in which a module call is; None outside of all."""
+        """Return the module of the outermost call around a scope, or of itself; None outside of all."""
         return None if scope == ROOT_SCOPE else self.scopes[(scope, *self.ancestors(scope))[-1]].fqn
 
     def common_scope(self, scopes: Iterable[int]) -> int:
         """Return the innermost module call that contains all of these, or is one of them; -1 if there is none."""
         # An op outside of all calls has an empty path, so that nothing is common.
         paths = [{scope, *self.ancestors(scope)} - {ROOT_SCOPE} for scope in scopes]
-        # Parents come first.
+        # Parents come first, so the innermost common call has the highest index.
         return max(set.intersection(*paths), default=ROOT_SCOPE) if paths else ROOT_SCOPE
 
     def ops_in(self, scope: int) -> range:
@@ -229,7 +229,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         return range(self.scopes[scope].first_op, self.scopes[scope].end_op)
 
     def sites(self, scope: int) -> Mapping[int, CallSite]:
-        """Return the call sites of the forward ops of one module call, by op. Kept, since every plan asks."""
+        """Return the call sites of the forward ops of one module call, by op. Cached, since every plan needs them."""
         if scope not in self._sites:
             seen: dict[tuple[str, str], int] = defaultdict(int)
             found: dict[int, CallSite] = {}
@@ -260,8 +260,8 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
     def _places(self, scope: int) -> Iterator[tuple[int, CallSites, bool]]:
         """Yield each forward op of one module call, its place, and whether it computes something.
 
-        The place is that of one ``CallSites``, which moves on with the ops: read it before the next one. Only an op
-        that computes something moves it, so a view has the place of the op before it.
+        The place is that of one ``CallSites``, which moves on with the ops: read it before the next op. Only ops that
+        compute something move it, so a view has the place of the op before it.
         """
         # Names relative to the unit, so that equal layers have equal call sites.
         unit = self.scopes[scope].fqn
@@ -281,14 +281,14 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
             op = self.ops[i]
             # The range of a call still has the ops that a rewrite has left out.
             if op.phase == Phase.FORWARD and i not in self.left_out:
-                # No step with a plan shows its launches.
+                # Launches of Triton kernels move no place: a step with a plan does not show them.
                 computes = is_computation(op.name) and op.name != TRITON_KERNEL_NAME
                 if computes:
                     places.at(calls(op.scope))
                 yield i, places, computes
 
     def call_sites(self, fqn: str) -> dict[CallSite, tuple[int, ...]]:
-        """Return by call site the forward ops of a module: one of each call that has the site."""
+        """Return, by call site, the forward ops of a module: one op of each call that has the site."""
         found: dict[CallSite, list[int]] = defaultdict(list)
         for scope in self.calls.get(fqn, ()):
             for i, site in self.sites(scope).items():
@@ -296,7 +296,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
         return {site: tuple(ops) for site, ops in found.items()}
 
     def outermost_calls(self, but_of: Collection[str]) -> dict[int, int]:
-        """Return by scope the outermost module call, around it or itself, that is of none of these modules; or -1."""
+        """Return, by scope, the outermost call of none of these modules, around the scope or itself; -1 if none is."""
         found = {ROOT_SCOPE: ROOT_SCOPE}
         for i, scope in enumerate(self.scopes):  # parents come first
             outer = found[scope.parent]
@@ -306,18 +306,18 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
     def depends(self, later: Collection[int], earlier: Collection[int]) -> bool:
         """Whether one of the ops ``later`` reads, directly or through others, an output of one of ``earlier``."""
         # One pass in the order of execution: what follows from ``earlier`` is marked, until one of ``later`` reads it.
-        made: set[int] = set()
-        # Nothing can depend on nothing, and ``min`` and ``max`` need an element.
+        marked: set[int] = set()
+        # ``min`` and ``max`` need an element.
         if not later or not earlier:
             return False
         for i in range(min(earlier), max(later) + 1):
             op = self.ops[i]
-            reads = not made.isdisjoint(op.reads)
+            reads = not marked.isdisjoint(op.reads)
             if reads and i in later:
                 return True
             if reads or i in earlier:
                 # A write in place hands values on just as an output does.
-                made.update(op.writes, op.mutates)
+                marked.update(op.writes, op.mutates)
         return False
 
     @cached_property
@@ -342,7 +342,7 @@ class Program(Recording, frozen=True, dict=True, weakref=True, forbid_unknown_fi
 
 def _changed(things: tuple[T, ...], by: Mapping[int, T]) -> tuple[T, ...]:
     """Return a tuple with some of its entries replaced."""
-    # Most patches leave most fields alone. Those are shared between the programs.
+    # Most patches leave most fields alone: programs share these.
     if not by:
         return things
     found = list(things)

@@ -1,4 +1,4 @@
-"""Say which stage of a long call runs, and what is known already, to whoever listens, such as the command line."""
+"""Report which stage of a long call runs, and parts of its answer, to listeners such as the command line."""
 
 from __future__ import annotations
 

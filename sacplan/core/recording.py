@@ -17,14 +17,14 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
     """One step.
 
     Attributes:
-        storage_bytes: size of each storage as the device's allocator rounds it; the largest of one that is resized.
+        storage_bytes: size of each storage as the device's allocator rounds it; the largest size of a resized one.
         storage_kinds: the purpose of each.
         initial: storages alive when the step began.
         tensors: the views of storages that ops take and return, and that autograd keeps.
         ops, scopes: see ``Op`` and ``Scope``.
         events: pairs (``Event``, index), in order.
         handle_storages: for each handle, the storage that autograd keeps.
-        handle_tensors: for each handle, the tensor that it is.
+        handle_tensors: for each handle, the tensor; -1 where none is recorded.
         handle_ops: for each handle, the forward op for whose gradient autograd keeps it (of a custom
             ``autograd.Function``, its first op); -1 where no op was seen.
         instance_handles: for each unpacked instance, its handle.
@@ -38,9 +38,9 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
             was too small, ``UntypedStorage.resize_``).
         streams: for storages that are allocated on another stream than the default one, its number from 1 on.
         gathering: modules on which ``fully_shard`` was called, and that gather parameters.
-        fixed: storage of a parameter that no op of the device changes to its first name, if it fills the storage, and
-            no other parameter or buffer is on it: it is frozen, or an optimizer updates it on the host and keeps its
-            gradient there.
+        fixed: storage to the first name of a parameter that no op of the device changes: it is frozen, or an optimizer
+            updates it on the host and keeps its gradient there. It fills the storage, with no other parameter or
+            buffer on it.
     """
 
     storage_bytes: tuple[Count, ...]
@@ -71,7 +71,7 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
 
     @cached_property
     def largest_tensors(self) -> list[tuple[int, int]]:
-        """By storage, the bytes and the index of its largest tensor, not counting expanded ones (stride 0)."""
+        """By storage, bytes and index of its largest tensor without a stride of 0; (0, -1) if it has none."""
         found = [(0, -1)] * len(self.storage_bytes)
         for i, tensor in enumerate(self.tensors):
             size = tensor.n_bytes if 0 not in tensor.stride else 0
@@ -84,7 +84,7 @@ class Recording(msgspec.Struct, frozen=True, dict=True, weakref=True, forbid_unk
         """By op, the bytes alive while it runs beyond its arguments and outputs: its workspace.
 
         It may be negative. An op that writes in place is recorded as making a new version (``Op.replaces`` is the old
-        one). Both count as alive, but are the same memory, so one is taken off.
+        one). Both count as alive, but are the same memory, so the old one is taken off.
         """
         return tuple(
             op.workspace_bytes - (self.storage_bytes[op.replaces] if op.replaces >= 0 else 0)

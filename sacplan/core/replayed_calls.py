@@ -21,7 +21,7 @@ def call_with(arguments: str, tensors: Sequence[Any]) -> tuple[list[Any], dict[s
     Devices become the CPU, as in a fake step.
 
     Raises:
-        Opaque: one of them cannot be made again.
+        Opaque: an argument cannot be made again.
     """
     args, kwargs = json.loads(arguments)
     return _decoded(args, tensors), {name: _decoded(value, tensors) for name, value in kwargs.items()}

@@ -1,4 +1,4 @@
-"""Build a patch of a program: collect what it adds and changes, and put in pieces that were recorded elsewhere.
+"""Build a patch of a program: collect additions and changes, and insert pieces that were recorded elsewhere.
 
 Each rewrite goes through the events of a program, and puts other events in the place of some:
 
@@ -52,14 +52,14 @@ class Table(Generic[T]):
         return self.changed[index] if index in self.changed else self._known[index]
 
     def __setitem__(self, index: int, thing: T) -> None:
-        # The known things belong to the program, which stays as it is. Their new values are noted beside them.
+        # The known things belong to the program, which stays as it is: their new values are kept in ``changed``.
         if index >= len(self._known):
             self.new[index - len(self._known)] = thing
         else:
             self.changed[index] = thing
 
     def add(self, thing: T) -> int:
-        """Add one, and return its index."""
+        """Add a thing, and return its index."""
         self.new.append(thing)
         return len(self._known) + len(self.new) - 1
 
@@ -90,13 +90,13 @@ class PatchBuilder:
 
     @classmethod
     def continuing(cls, program: Recording, patch: Patch) -> PatchBuilder:
-        """Return a builder that goes on with a patch of the program: what it adds comes behind what that adds."""
+        """Return a builder that begins with a patch of the program: new things come after those of the patch."""
         draft = cls(program)
         draft.add(patch)
         return draft
 
     def add(self, patch: Patch) -> None:
-        """Add what a patch changes and adds, which has the indices behind what there is already."""
+        """Add what a patch changes and adds; its new things must be numbered on from those in the builder."""
         self.events.update(patch.events)
         self.initial += patch.initial
         # A patch does not say on which tensors its new handles are, and may leave out their ops: -1, as in ``with_``.
@@ -151,7 +151,7 @@ class PatchBuilder:
         """Yield the events of the program as rewritten so far."""
         for position, event in enumerate(self.program.events):
             yield from self.events.get(position, (event,))
-        # The position behind the last event is the end of the step, where only a rewrite can have put events.
+        # The position after the last event is the end of the step, where only a rewrite can have put events.
         yield from self.events.get(len(self.program.events), ())
 
     def put(
@@ -160,9 +160,9 @@ class PatchBuilder:
         """Add ops that were recorded elsewhere, in the order in which they run.
 
         Args:
-            events: the events there, with ops by their position in ``ops``. Only ops, allocations and frees are taken,
-                and no module calls and handles.
-            ops: the ops.
+            events: the recorded events, with ops by their position in ``ops``. Events of module calls and handles are
+                dropped.
+            ops: the recorded ops.
             indices: translate storages and tensors to those of the program.
 
         Returns:
@@ -178,7 +178,7 @@ class PatchBuilder:
 
     def patch(self) -> Patch:
         """Return the patch."""
-        # A patch changes both of a handle or none: where only one was set, the other is as it was.
+        # A patch has both of a changed handle: what was not set stays as it was.
         changed = {*self.handle_storages.changed, *self.handle_tensors.changed}
         return Patch(
             events=self.events,
@@ -224,7 +224,7 @@ class Indices:
 
     def moved(self, op: Op) -> Op:
         """Translate the storages and tensors of an op."""
-        # The scope and the ops that it refers to (``forward_of``, ``recomputes``) are left to the caller.
+        # Scope, ``forward_of`` and ``recomputes`` are left to the caller.
         return msgspec.structs.replace(
             op,
             reads=tuple(map(self.storage, op.reads)),

@@ -20,7 +20,7 @@ class Section:
 
     def text(self, width: int) -> str:
         """Return lines of at most ``width`` characters, except for words that are longer."""
-        # Two spaces before each label, and two behind the longest one.
+        # Two spaces before each label, and two after the longest one.
         margin = max((len(label) for label, _ in self.rows), default=0) + 4
         lines = [self.title]
         for label, said in self.rows:

@@ -77,8 +77,8 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
         accumulation_steps: micro-batches whose gradients one optimizer step adds up. With more than one, gradients are
             alive before the recorded step begins.
         routing: how a fake trace spread tokens over experts, where a router decides by values that it does not have.
-        optimizer_host_bytes: of the host's memory that the optimizer takes; they are in no peak of the device.
-        shards_host_bytes: of the host's memory that shards of a recorded rank take with a ``CPUOffloadPolicy``.
+        optimizer_host_bytes: memory of the host that the optimizer takes, in no peak of the device.
+        shards_host_bytes: memory of the host that shards of a recorded rank take with a ``CPUOffloadPolicy``.
     """
 
     use_cache: bool | None = None
@@ -146,8 +146,8 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
 
     def mode_differences(self, here: Setup) -> tuple[SetupDifference, ...]:
         """Return differences in training and eval mode, which are known once a step runs."""
-        # A probability changes no shape: what matters is a module that drops values, and dropped none.
-        # Of modes that are mixed a loop may make others before each step.
+        # A probability changes no shape: only modules that drop values here, and dropped none in the plan, take more.
+        # Mixed modes a loop may set before each step: they need no advice.
         more = "mixed" not in (self.modules, here.modules) and here.dropout.keys() - self.dropout.keys()
         advice = "Dropout keeps a mask of what it drops: call model.train() before sacplan.profile too."
         modules = _differing("modules", self._modes(), here._modes())
@@ -158,7 +158,7 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
 
     def step_differences(self, here: Setup) -> tuple[SetupDifference, ...]:
         """Return differences in the loss, the optimizer and autocast."""
-        # Two names may stand for the same loss, but no loss_fn that is given sums all outputs.
+        # Two names may stand for the same loss, but no given loss_fn is the default sum of all outputs.
         loss = "Give the loss_fn that was profiled." if SUM_OF_OUTPUTS in (self.loss, here.loss) else ""
         autocast = "Enter the same torch.autocast as around sacplan.profile."
         return (
@@ -170,11 +170,11 @@ class Setup(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True)
 
     def accumulation_difference(self, here: int) -> tuple[SetupDifference, ...]:
         """Return the difference in the number of micro-batches, if there is one."""
-        # How many there are beyond the second changes no peak.
+        # A second micro-batch raises the peak, further ones do not.
         advice = f"Gradients of earlier micro-batches are alive in each later one: plan with accumulation_steps={here}."
-        more = self.accumulation_steps == 1
+        only_one = self.accumulation_steps == 1
         planned, now = (_micro_batches(n) for n in (self.accumulation_steps, here))
-        return _differing("accumulation", planned, now, advice if more else "")
+        return _differing("accumulation", planned, now, advice if only_one else "")
 
     def optimizer_difference(self, here: str | None) -> tuple[SetupDifference, ...]:
         """Return the difference in the optimizer, if there is one (see ``optimizer_name``)."""
@@ -236,7 +236,7 @@ def optimizer_name(optimizer: Any) -> str:
             if value or (name == "foreach" and value is not None):
                 options[name] = value
     shown = ", ".join(f"{name}={value}" for name, value in options.items())
-    # A class of ours with the sizes of another says for which it stands.
+    # An optimizer of sacplan with the sizes of another class names it in ``stands_for``.
     return getattr(optimizer, "stands_for", type(optimizer).__name__) + (f"({shown})" if shown else "")
 
 
@@ -266,10 +266,10 @@ def _configurations(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, A
 
 def _use_cache(model: torch.nn.Module) -> bool | None:
     found = set()
-    # A model may hold several configurations that disagree: one cache is enough to be alive.
+    # A model may hold several configurations that disagree: one that asks for a cache is enough.
     for module, config in _configurations(model):
         asked = getattr(config, "use_cache", None)
-        # Encoders such as BERT ask for one and make none.
+        # Encoders such as BERT ask for a cache and make none.
         decoder = getattr(config, "is_decoder", True) or getattr(config, "is_encoder_decoder", False)
         if isinstance(asked, bool) and (decoder or _generates(module)):
             found.add(asked)
@@ -297,13 +297,13 @@ def _in_eval(model: torch.nn.Module) -> tuple[str, ...]:
 
 
 def _dropout(model: torch.nn.Module) -> dict[str, float]:
-    """Return the probabilities of ``nn.Dropout`` and its relatives, and of modules that hold one for a function.
+    """Return, by module pattern, the probability with which modules in training mode drop values.
 
-    Such a module has a float attribute like ``attention_dropout``.
+    These are ``nn.Dropout`` and the like, and modules with a float attribute like ``attention_dropout``.
     """
     found: dict[str, float] = {}
     for fqn, module in model.named_modules():
-        # In eval mode it drops nothing.
+        # In eval mode a module drops nothing.
         if not module.training:
             continue
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
@@ -314,7 +314,7 @@ def _dropout(model: torch.nn.Module) -> dict[str, float]:
         p = max((float(value) for value in given if 0 < value <= 1), default=0.0)
         if p > 0:
             pattern = pattern_of(fqn)
-            # One name stands for all layers of a pattern, and of these the one that drops most counts.
+            # Of the layers with one pattern, the highest probability counts.
             found[pattern] = max(p, found.get(pattern, 0.0))
     return found
 

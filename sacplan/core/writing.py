@@ -1,4 +1,4 @@
-"""Replace files atomically: everything that the package writes for a user is written beside and then renamed.
+"""Replace files atomically: what the package writes for a user goes to a temporary file, which is then renamed.
 
 A reader finds all of the old contents or all of the new ones at any moment, and a failure leaves the old ones. Two
 writers at once are fine: the contents are those of the last one to finish.
@@ -23,10 +23,9 @@ def replacing(path: str | Path) -> Iterator[Path]:
         with replacing("curve.csv") as part:
             frame.to_csv(part)
 
-    If the block raises, what it wrote is removed and ``path`` stays as it was. A file that was there keeps its
-    permissions, and one that may not be written to is a ``PermissionError`` as with ``open``. A symbolic link stays
-    one: the file that it points to is replaced. What is no regular file (``/dev/stdout``, a pipe) cannot be replaced,
-    and is written to directly.
+    If the block raises, what it wrote is removed and ``path`` stays as it was. A file that exists keeps its
+    permissions; if it is not writable, a ``PermissionError`` is raised as by ``open``. A symbolic link stays a link:
+    its target is replaced. Anything but a regular file (``/dev/stdout``, a pipe) is written to directly.
 
     Nothing is synchronized to disk: this is about readers, not about power cuts.
     """
@@ -42,13 +41,13 @@ def replacing(path: str | Path) -> Iterator[Path]:
     if mode is not None and not stat.S_ISREG(mode):
         yield path
         return
-    # Raised here about the file that was asked for; later the message would name the file beside it.
+    # Raised here, where the message names the file that was asked for: later it would name the temporary one.
     if not path.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     if not os.access(path.parent if mode is None else path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     # In the same directory, since renaming is atomic within a file system only. The name is random, since several
-    # threads, processes or machines may write at once; its end says to some writers which format is meant.
+    # threads, processes or machines may write at once. Some writers go by the suffix, so it is kept.
     part = path.with_name(f".{secrets.token_hex(8)}-{path.name[-128:]}")
     try:
         yield part

@@ -61,8 +61,8 @@ def allocation_deltas(run: Callable[[], object]) -> list[int]:
     """Return the bytes that ``run`` allocates (positive) and frees (negative) on the CPU, in order; for short runs.
 
     The legacy profiler costs some 30 microseconds, while ``torch.profiler`` takes milliseconds and writes to
-    stderr. It is deprecated; if it is missing, ``torch.profiler`` is used. Its events have no addresses, so
-    ``run`` should free what it allocates, or a later run may see a block of an earlier one being freed.
+    stderr. The legacy one is deprecated; if it is missing, ``torch.profiler`` is used. Legacy events have no addresses,
+    so ``run`` should free what it allocates, or a later run may see a block of an earlier run being freed.
     """
     api: Any = torch.autograd
     if not hasattr(api, "_enable_profiler_legacy"):

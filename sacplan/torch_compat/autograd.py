@@ -23,8 +23,7 @@ _K = torch._C.DispatchKey
 def autograd_as_outside() -> Iterator[None]:
     """Differentiate the ops inside as in plain code, even when called from a dispatch mode.
 
-    A mode runs with autograd's dispatch keys excluded so without this guard an op that it calls would
-    record no node.
+    A mode runs with autograd's dispatch keys excluded, so without this guard an op that it calls would record no node.
     """
     # Autograd's own key, and the one that counts versions and tracks views; a mode has excluded both.
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
@@ -76,15 +75,15 @@ def running_custom_function() -> Any:
 
 
 def custom_functions_since(number: int, outputs: Any) -> list[Any]:
-    """Return the nodes of custom functions behind some outputs that have this sequence number or a later one."""
+    """Return the nodes of custom functions in the graph of some outputs, from this sequence number on."""
     waiting: list[Any] = [t.grad_fn for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
-        # Gradient accumulation has the largest number of all, and nothing behind it.
+        # Gradient accumulation has the largest number of all, and no next functions.
         if node is not None and node not in seen and node._sequence_nr() >= number:
             seen.add(node)
-            waiting += [behind for behind, _ in node.next_functions]
+            waiting += [next_node for next_node, _ in node.next_functions]
     return [node for node in seen if isinstance(node, BackwardCFunction)]
 
 
@@ -98,12 +97,12 @@ def called_by_autograd() -> bool:
 
     Call it from the recorder's ``__torch_dispatch__``, or from functions of ``record`` that it calls.
     """
-    # Skip our own frames. What is below is the code that called the op: the Python function that starts the engine if
-    # the engine or a C++ formula did, any other if it is the backward of a custom function, a hook, or a mode.
+    # Skip our own frames. The next one is that of the caller: the function that starts the engine if the engine or a
+    # C++ formula called the op; another one if the backward of a custom function, a hook or a mode did.
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back  # type: ignore[assignment]
-    # A device's thread has no Python frame below.
+    # The engine's thread for a device has no Python frame of its own.
     return frame is None or frame.f_code is _RUN_BACKWARD
 
 
@@ -133,9 +132,9 @@ _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
 def current_node_has_edges_to_one_node() -> bool:
-    """Whether the autograd node that runs now sends two gradients to the same input of another one."""
+    """Whether the autograd node that runs now sends two gradients to the same input of another node."""
     node = torch._C._current_autograd_node()
-    # An input that wants no gradient has no node behind its edge.
+    # The edge of an input that wants no gradient has no node.
     edges = [e for e in node.next_functions if e[0] is not None] if node is not None else []
     return len(set(edges)) < len(edges)
 

@@ -25,12 +25,12 @@ from sacplan.torch_compat.versions import torch_names
 def keep_dynamo_out(package: str, *names: str) -> None:
     """Keep Dynamo from compiling the functions of some modules, which dispatch modes call.
 
-    Otherwise code compiled inside a unit would be compiled together with the recorder that watches its ops: that
-    takes seconds, recompiles, and gains nothing.
+    Without this, code compiled inside a unit would be compiled with the recorder that watches its ops: that takes
+    seconds, recompiles, and gains nothing.
 
     Args:
         package: where the modules are.
-        names: their names in it; without any, all that are imported so far.
+        names: their names in the package; without any, all that are imported so far.
     """
     modules = [importlib.import_module(f"{package}.{name}") for name in names]
     modules = modules or [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
@@ -52,7 +52,8 @@ def is_exporting() -> bool:
 
 
 def warn_compiling(key: str, message: str) -> None:
-    """Warn from code that Dynamo traces, once for each key: it may trace the same code several times."""
+    """Warn from code that Dynamo traces, once for each key, since it may be traced several times."""
+    # Reads ``key`` and ``message`` of this frame.
     torch._dynamo.comptime.comptime(_warn_while_compiling)
 
 
@@ -76,15 +77,15 @@ def stop_compiling(error: type[Exception], message: str) -> None:
 def compiled_in_place(model: Any) -> Iterator[Any]:
     """Replace each ``torch.compile`` wrapper in the model by the module that it wraps; undone on exit.
 
-    It yields the model. Inside, modules have the names that they had before they were compiled, and a module is as
-    after ``module.compile()``. What is no module stays as it is.
+    It yields the model. Inside, modules have the names that they had before they were compiled, and a compiled module
+    is as after ``module.compile()``. What is no module is yielded as given.
 
     Raises:
         TraceError: ``torch.compiler.disable`` returned a module.
     """
     modules: list[Any] = list(model.modules()) if isinstance(model, torch.nn.Module) else []
     with contextlib.ExitStack() as undo:
-        # Inner ones first: of two around one module, the outer one overwrites what the inner one has set.
+        # Inner wrappers first: of two around one module, the outer one overwrites what the inner one has set.
         for module in reversed(modules):
             inner = _inside(module)
             if inner is not module:

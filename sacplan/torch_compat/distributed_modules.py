@@ -2,7 +2,7 @@
 
 ``fully_shard`` and ``replicate`` refuse a deep copy, since their states hold process groups, streams and hooks. A copy
 that runs in the same process groups is well defined: it shares groups and meshes, and has everything else of its own.
-It begins before its first forward.
+The copy is in the state before its first forward.
 
 Private PyTorch API, tried on 2.13: ``private_names.json`` lists it.
 """
@@ -40,7 +40,7 @@ def gathers(module: torch.nn.Module) -> bool:
 
 
 def gathered_parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold gathered parameters; of parameters that are not gathered now they have no bytes."""
+    """Yield the tensors for gathered parameters; those of parameters that are not gathered now have no bytes."""
     for module in model.modules():
         for group in _groups_of(module):
             for parameter in group.fsdp_params:
@@ -49,21 +49,21 @@ def gathered_parameters(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def offloaded_parameters(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield the parameters of ``fully_shard``, as it keeps them, whose shards are on the host."""
+    """Yield the ``FSDPParam`` of each parameter whose shard is on the host."""
     for module in model.modules():
         for group in _groups_of(module):
             yield from (p for p in group.fsdp_params if p.offload_to_cpu)
 
 
 def parts_on_host(parameter: Any) -> list[torch.Tensor]:
-    """Return the shard of such a parameter, and its gradient if there is one."""
+    """Return the shard of an offloaded parameter, and its gradient if there is one."""
     shard: torch.Tensor = parameter.sharded_param
     return [shard] if shard.grad is None else [shard, shard.grad]
 
 
 @contextmanager
 def copying_shards(model: torch.nn.Module, *, on_gpu: bool) -> Iterator[None]:
-    """Inside, what ``fully_shard`` moves between host and device is an op, as far as the device has its own memory."""
+    """Inside, copies of ``fully_shard`` between host and device are ops; without ``on_gpu`` nothing is copied."""
     first = next(offloaded_parameters(model), None)
     if first is None:
         yield
@@ -75,10 +75,10 @@ def copying_shards(model: torch.nn.Module, *, on_gpu: bool) -> Iterator[None]:
     def within(plain: Any, copy: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             # The first argument is one parameter, or all that a unit reduces, which share a policy.
-            of = args[0] if isinstance(args[0], kind) else args[0][0]
-            if not of.offload_to_cpu:
+            parameter = args[0] if isinstance(args[0], kind) else args[0][0]
+            if not parameter.offload_to_cpu:
                 return plain(*args, **kwargs)
-            with Copying(copy if on_gpu else None, pinned=of.pin_memory):
+            with Copying(copy if on_gpu else None, pinned=parameter.pin_memory):
                 return plain(*args, **kwargs)
 
         return run
@@ -105,12 +105,12 @@ def _reducer_of(module: Any) -> Any:
 
 
 def _replicate_state(module: torch.nn.Module) -> Any:
-    room = sys.modules.get("torch.distributed._composable.replicate")
-    return None if room is None or not isinstance(module, room.DDP) else room.replicate.state(module)
+    api = sys.modules.get("torch.distributed._composable.replicate")
+    return None if api is None or not isinstance(module, api.DDP) else api.replicate.state(module)
 
 
 def first_steps(model: torch.nn.Module) -> int:
-    """Return how many steps are unlike later ones: the first makes what holds parameters, or buckets that change."""
+    """Return how many first steps are unlike later ones: 2 if DDP's buckets change, 1 that makes gathered tensors."""
     modules = tuple(model.modules())
     if any(_reducer_of(m) is not None for m in modules):
         return 2
@@ -127,7 +127,7 @@ def make_gathered(model: torch.nn.Module) -> None:
 
 
 class _Parts:
-    """What ``torch.chunk`` returns, each part made when it is asked for; those behind the last have no elements."""
+    """What ``torch.chunk`` returns, each part made when it is asked for; parts after the last have no elements."""
 
     def __init__(self, tensor: torch.Tensor, parts: int, dim: int) -> None:
         self._tensor, self._dim, self._size = tensor, dim, -(-tensor.size(dim) // parts)
@@ -171,7 +171,7 @@ def on_one_rank() -> Iterator[None]:
 
 
 def own_op_handlers() -> AbstractContextManager[None]:
-    """Inside, ops on DTensors have handlers of their own: those that ``loss_parallel`` leaves there end with it."""
+    """Inside, DTensor's table of op handlers is a copy: handlers that ``loss_parallel`` adds are gone at the end."""
     from torch.distributed.tensor import DTensor
 
     dispatcher: Any = DTensor._op_dispatcher
@@ -180,10 +180,10 @@ def own_op_handlers() -> AbstractContextManager[None]:
 
 @contextmanager
 def without_neighbours() -> Iterator[None]:
-    """Inside, a stage of a pipeline runs its schedule without asking those before and behind it for shapes.
+    """Inside, a stage of a pipeline runs its schedule without asking the stages before and after it for shapes.
 
-    Outputs have the shapes that its forward gives them, and their gradients those of the outputs. What comes from the
-    stage before must be known: ``PipelineStage(..., input_args=)``.
+    Outputs have the shapes that its forward gives them, and their gradients the same shapes. Inputs from the stage
+    before must be known: ``PipelineStage(..., input_args=)``.
     """
     schedules: Any = sys.modules.get("torch.distributed.pipelining.schedules")
     if schedules is None:
@@ -193,7 +193,7 @@ def without_neighbours() -> Iterator[None]:
         from torch.distributed.pipelining import _utils as metas
 
         kind, stage_kind = schedules._PipelineSchedule, schedules.PipelineStage
-        kind._warmup_p2p, stage_kind._recv_meta, stage_kind._send_meta  # noqa: B018
+        kind._warmup_p2p, stage_kind._recv_meta, stage_kind._send_meta  # noqa: B018  (raises if missing)
 
     def alone(schedule: Any, stages: Any, has_backward: bool, *_: Any) -> None:
         asks = any(metas.InferenceMode.needs_dynamic(stage._user_meta, has_backward) for stage in stages)
@@ -201,21 +201,21 @@ def without_neighbours() -> Iterator[None]:
             stage._inference_mode = metas.InferenceMode.DYNAMIC if asks else metas.InferenceMode.STATIC
 
     def received(stage: Any, sender: int) -> Any:
-        given, is_behind = stage._user_meta, sender > stage.stage_index
-        known = given.output_grads if is_behind else given.inputs
-        if known is None and is_behind and not stage._stage_meta.has_dtensors():
+        given, is_later = stage._user_meta, sender > stage.stage_index
+        known = given.output_grads if is_later else given.inputs
+        if known is None and is_later and not stage._stage_meta.has_dtensors():
             known = metas._derive_grad_metas(stage._stage_meta.outputs)
         if known is None:
             raise TraceError(
                 f"stage {stage.stage_index} of a pipeline asks stage {sender} what it sends, and nobody answers: give "
-                f"PipelineStage {'output_grads' if is_behind else 'input_args'}=, of one micro-batch."
+                f"PipelineStage {'output_grads' if is_later else 'input_args'}=, of one micro-batch."
             )
-        return (metas._StageBackwardMeta if is_behind else metas._StageForwardMeta)(known)
+        return (metas._StageBackwardMeta if is_later else metas._StageForwardMeta)(known)
 
     groups: Any = torch.distributed.ProcessGroup
     plain, together = groups.send, torch.distributed.batch_isend_irecv
 
-    # What is under way holds its tensors until it is over.
+    # A transfer must hold its tensors until it is over.
     def send(group: Any, tensors: Any, *where: Any) -> Any:
         return _Answered(plain(group, tensors, *where), *tensors)
 
@@ -235,7 +235,7 @@ def without_neighbours() -> Iterator[None]:
 
 
 def _copied(module: Any, memo: dict[int, Any]) -> Any:
-    # ``__new__`` of the class would make a module of the class from before. Compiled code would run the original.
+    # ``FSDPModule.__new__`` makes a module of the class before ``fully_shard``. Compiled code would run the original.
     twin = memo[id(module)] = object.__new__(type(module))
     state = vars(module) | {"_compiled_call_impl": None}
     twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in state.items()})
@@ -258,7 +258,7 @@ def copyable(
     for parameter in (p for m in spread for group in _groups_of(m) for p in group.fsdp_params):
         twin_of(parameter.sharded_param)
         if hasattr(parameter, "_unsharded_param"):
-            memo[id(parameter._unsharded_param)] = None
+            memo[id(parameter._unsharded_param)] = None  # not copied
     with ExitStack() as stack:
         for kind in {type(m) for m in model.modules() if m in spread or _replicate_state(m) is not None}:
             stack.enter_context(replaced(kind, __deepcopy__=_copied))
@@ -267,7 +267,7 @@ def copyable(
     for module, state in spread.items():
         states._insert_module_state(memo[id(module)], memo[id(state)])
         if is_fully_sharded(module):
-            _begin_anew(memo[id(state)])
+            _reset_state(memo[id(state)])
 
 
 @contextmanager
@@ -286,8 +286,8 @@ def _shared() -> Iterator[None]:
             del known[kind]
 
 
-def _begin_anew(state: Any) -> None:
-    """Let the copied state of ``fully_shard`` be as it is before the first forward, on fake tensors."""
+def _reset_state(state: Any) -> None:
+    """Reset a copied state of ``fully_shard`` to that before the first forward, on fake tensors."""
     with torch_names():
         from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
         from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPStateContext
@@ -307,7 +307,7 @@ def _begin_anew(state: Any) -> None:
 # --- DistributedDataParallel on fake tensors --------------------------------------------------------
 
 
-def _reduced(_, bucket):  # type: ignore[no-untyped-def]  # what PyTorch reads, and wants as classes
+def _reduced(_, bucket):  # type: ignore[no-untyped-def]  # PyTorch reads annotations, and refuses strings
     """Reduce a bucket of gradients, as DistributedDataParallel does without a hook."""
     work: Any = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda found: found.value()[0])
@@ -325,7 +325,7 @@ def reduce_by_hooks(model: torch.nn.Module) -> None:
 
 
 class _Answered:
-    """The work of a collective on fake tensors, which it holds. Its future has them, where torch's has nothing."""
+    """The work of a collective on fake tensors, and these: its future has them, torch's has nothing."""
 
     def __init__(self, work: Any, *tensors: torch.Tensor) -> None:
         self._work, self._tensors = work, list(tensors)
@@ -340,7 +340,7 @@ class _Answered:
 
 
 class _RealIndices(TorchDispatchMode):
-    """Runs ops on numbers of buckets, which C++ reads, on real tensors; nothing is sent."""
+    """Runs ops on the indices of buckets, which C++ reads, on real tensors; nothing is sent."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -358,9 +358,9 @@ class _RealIndices(TorchDispatchMode):
 
 @contextmanager
 def fake_replicas() -> Iterator[None]:
-    """Inside, DistributedDataParallel is made and rebuilds its buckets as on real tensors, without asking others.
+    """Inside, DistributedDataParallel is made and rebuilds its buckets as on real tensors, without other ranks.
 
-    Communication hooks get what they reduce.
+    Communication hooks get the tensors that they reduce.
     """
     if "torch.distributed" not in sys.modules or not torch.distributed.is_available():
         yield
@@ -368,9 +368,9 @@ def fake_replicas() -> Iterator[None]:
     reducer: Any = torch.distributed.Reducer  # type: ignore[attr-defined]
     plain = reducer._rebuild_buckets
 
-    def rebuild(it: Any) -> Any:
+    def rebuild(self: Any) -> Any:
         with _RealIndices():
-            return plain(it)
+            return plain(self)
 
     reduce: Any = torch.distributed.all_reduce
 

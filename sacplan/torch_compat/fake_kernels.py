@@ -23,7 +23,7 @@ FakeKernel = Callable[..., Any]
 """(fake mode, op, *args, **kwargs) -> fake outputs, or NotImplemented for torch's own."""
 
 _fake_kernels: dict[int, tuple[FakeKernel, ...]] = {}
-"""By the op's identity (hashing one is slow): the kernels of the contexts that are entered, the last one first."""
+"""By the op's ``id`` (hashing an op is slow): the kernels of the contexts that are entered, the last one first."""
 
 _fake_kernels_lock = threading.Lock()
 
@@ -50,10 +50,10 @@ def fake_kernels(kernels: Mapping[torch._ops.OpOverload, FakeKernel]) -> Iterato
         with _fake_kernels_lock:
             for op, kernel in kernels.items():
                 # By identity of the kernel: contexts of several threads may end in another order than they began.
-                left = list(_fake_kernels.pop(id(op)))
-                left.remove(kernel)
-                if left:
-                    _fake_kernels[id(op)] = tuple(left)
+                others = list(_fake_kernels.pop(id(op)))
+                others.remove(kernel)
+                if others:
+                    _fake_kernels[id(op)] = tuple(others)
             # With the last context torch gets its own method back.
             if not _fake_kernels:
                 FakeTensorMode.dispatch = _torchs_own  # type: ignore[method-assign]
@@ -61,13 +61,13 @@ def fake_kernels(kernels: Mapping[torch._ops.OpOverload, FakeKernel]) -> Iterato
 
 
 def forget_kernels(ops: Iterable[torch._ops.OpOverload]) -> None:
-    """Have these ops look up their kernels anew where Python dispatches, as in a trace of the compiler."""
+    """Have these ops look up their kernels again where Python dispatches, as in a trace of the compiler."""
     for op in ops:
         op._dispatch_cache.clear()
 
 
 def entered_kernels() -> frozenset[tuple[int, tuple[FakeKernel, ...]]]:
-    """Return all kernels that are entered now, as a value to compare: fake outputs are the same where it is."""
+    """Return all kernels that are entered now, as a value to compare: equal values mean equal fake outputs."""
     return frozenset(_fake_kernels.items())
 
 
@@ -75,7 +75,7 @@ def keep_to_this_thread(mode: FakeTensorMode, otherwise: Callable[[], Exception]
     """Raise ``otherwise()`` where another thread runs an op on a tensor of the mode, inside ``fake_kernels``.
 
     Dispatch modes belong to a thread, so nothing that watches a step sees that op; and the mode itself, which is
-    shared, takes no two ops at a time.
+    shared, cannot run two ops at a time.
     """
     vars(mode)[_KEEPS_TO] = threading.get_ident(), otherwise
 
@@ -84,7 +84,7 @@ _KEEPS_TO = "_sacplan_keeps_to"
 
 
 def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    # FakeTensorMode's own method for every op of the process, so the common case (no kernel of ours) must be short.
+    # Replaces FakeTensorMode's method for every op of the process: without a kernel of ours it must be fast.
     thread, otherwise = vars(mode).get(_KEEPS_TO, (None, None))
     if otherwise is not None and thread != threading.get_ident():
         raise otherwise()
@@ -94,7 +94,7 @@ def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwarg
             given = [_as_fake(mode, v) for v in args]
             named = {name: _as_fake(mode, v) for name, v in (kwargs or {}).items()}
         except _NotFake:
-            kernels = ()  # torch's own says what is wrong with it, or follows the value
+            kernels = ()  # torch's own says what is wrong with the argument, or follows its value
         else:
             # An op on Python numbers alone, torch.div(7, 2, rounding_mode="floor"), has a real result. A compiler may
             # trace with symbols for sizes, which C++ and our rules do not know; what it makes runs with numbers.
@@ -106,7 +106,7 @@ def _dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwarg
             out = kernel(mode, func, *given, **named)
             if out is not NotImplemented:
                 return out
-    # Such as a foreach op over all parameters; see ``_MOST_REMEMBERED``.
+    # Long lists, as in foreach ops: see ``_MOST_REMEMBERED``.
     if args and isinstance(args[0], (list, tuple)) and len(args[0]) > _MOST_REMEMBERED:
         if _only_writes(mode, func, args, kwargs):
             return None
@@ -125,10 +125,10 @@ def _has_symbols(values: Iterable[Any]) -> bool:
 
 
 def _only_writes(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a foreach op writes tensors in place and can do nothing else: neither raise an error, nor return any.
+    """Whether a foreach op writes tensors in place and can do nothing else: neither raise nor return any.
 
-    Torch's own formula would ask the one of the op on single tensors for each of them. That is not needed where all
-    lists are of floating tensors of the same shapes and types, whose values FakeTensorMode does not know.
+    Torch's own formula would run that of the single-tensor op for each tensor. That is not needed where all lists are
+    of floating-point tensors of the same shapes and types, whose values FakeTensorMode does not know.
     """
     if not func._schema.name.startswith("aten::_foreach_") or func._schema.returns:
         return False
@@ -165,11 +165,11 @@ _MOST_REMEMBERED = 16
 
 
 class _NotFake(Exception):
-    """An argument is neither a fake CPU tensor of the mode nor can be made one, or has a value that torch follows."""
+    """An argument is not, and cannot become, a fake CPU tensor of the mode, or has a value that torch follows."""
 
 
 def _as_fake(mode: FakeTensorMode, value: Any) -> Any:
-    # A constant is a fake tensor whose value torch knows (``FakeTensor.constant``). Its own kernel computes with that,
+    # A constant is a fake tensor whose value torch knows (``FakeTensor.constant``). Torch's own kernel uses the value,
     # and a result of ours would lose it.
     if isinstance(value, FakeTensor):
         if value.fake_mode is not mode or value.constant is not None or value.fake_device != CPU:

@@ -53,9 +53,9 @@ _MAKE_SUBCLASS: Any = torch.Tensor._make_subclass
 
 @contextmanager
 def fake_parameters() -> Iterator[None]:
-    """Inside, making a fake tensor an instance of a Parameter subclass gives a plain Parameter instead, also fake.
+    """Inside, ``_make_subclass`` of a fake tensor and a subclass of Parameter gives a plain, fake Parameter.
 
-    bitsandbytes makes its parameters so.
+    bitsandbytes makes its parameters with it.
     """
 
     def made(kind: Any, data: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -69,14 +69,14 @@ def fake_parameters() -> Iterator[None]:
 
 
 def _wrapped(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:
-    """Return ``FakeTensor(mode, meta, CPU)``, in a third of the time: all but the tensor itself is copied.
+    """Return ``FakeTensor(mode, meta, CPU)``, in a third of the time, from attributes of the first one.
 
-    ``meta`` is new: it requires no gradient.
+    ``meta`` must require no gradient.
     """
     attributes = vars(mode).get(_ATTRIBUTES)
     if attributes is None:
         first = FakeTensor(mode, meta, CPU)
-        # Not the mode itself, which would then hold itself until the garbage collector runs.
+        # Without the mode, which would then hold itself until the garbage collector runs.
         vars(mode)[_ATTRIBUTES] = {name: value for name, value in vars(first).items() if value is not mode}
         return first
     made: FakeTensor = _MAKE_SUBCLASS(
@@ -112,7 +112,7 @@ def active_fake_mode() -> FakeTensorMode | None:
     return None
 
 
-# Makes a tensor without memory.
+# The op that makes a tensor without memory.
 ZERO_TENSOR = torch.ops.aten._efficientzerotensor.default
 
 
@@ -141,8 +141,8 @@ _FALLBACK: CodeType = fake_tensor.run_fallback_kernel.__code__
 def op_run_on_zeros(error: BaseException) -> Any:
     """Return the op that raised ``error`` while FakeTensorMode ran it for real on zeros; None if there is none.
 
-    FakeTensorMode does so with ops that have no fake kernel (``run_fallback_kernel`` in ``fake_tensor.py``), and the
-    error then says nothing of the op. The frame of that function does.
+    FakeTensorMode does so with ops that have no fake kernel (``run_fallback_kernel`` in ``fake_tensor.py``). The error
+    then does not name the op, but the frame of that function holds it.
     """
     # From the outside in: the first frame of that function is the call that failed.
     at = error.__traceback__

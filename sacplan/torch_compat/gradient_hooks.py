@@ -30,7 +30,7 @@ def applied_in_backward(p: torch.Tensor) -> list[torch.optim.Optimizer]:
     if found:
         from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
-        # With ``register_hook=False`` the user steps them. A copy of the parameter has ``step_applied`` instead.
+        # With ``register_hook=False`` the user steps them. A copy of the parameter has ``step_applied`` as its hook.
         steps = p in param_to_optim_hook_handle_map or step_applied in gradient_hooks(p)
         return found if steps else []
     return []

@@ -1,8 +1,8 @@
 """Copies of tensors on the host: their memory, and how a recorder tells it from that of the device.
 
-A step that is recorded on a CPU, or with fake tensors, has all its tensors in one place. So who takes memory on the
-host says so, and the recorder asks. With ``CPUOffloadPolicy`` this is ``fully_shard``: inside of ``Copying`` its copies
-between host and device are the ops ``sacplan::to_device`` and ``sacplan::to_host``.
+A step that is recorded on a CPU, or with fake tensors, has all its tensors in one place. So code that takes memory on
+the host notes it here, and the recorder asks. With a ``CPUOffloadPolicy`` this is ``fully_shard``, whose copies between
+host and device are the ops ``sacplan::to_device`` and ``sacplan::to_host`` inside of ``Copying``.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _on_host: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def is_for_host(storage: Any) -> bool:
-    """Whether memory that is taken now, or this that is there already, is on the host, and counts as such."""
+    """Whether a storage counts as the host's: it was noted, or ``empty_on_host`` makes it now."""
     return _making.for_host or _on_host.get(storage_key(storage)) is storage
 
 
 def note_on_host(storage: Any) -> None:
-    """Note that this memory is on the host, for who finds it before a step."""
+    """Note that a storage is on the host, for a recorder that begins later."""
     _on_host[storage_key(storage)] = storage
 
 
@@ -63,11 +63,11 @@ def device_of(model: torch.nn.Module) -> torch.device:
 
 
 class Copying(TorchFunctionMode):
-    """Inside of one of ``fully_shard``'s functions: moving a shard is a copy, and what is on the host is pinned.
+    """Inside, for a function of ``fully_shard``, moving a shard is a copy op, and each tensor counts as pinned.
 
     Args:
         copy: ``TO_DEVICE`` or ``TO_HOST``; None: the device is the host, and nothing moves.
-        pinned: whether copies run while the host goes on, if they may.
+        pinned: whether the host goes on while a copy with ``non_blocking=True`` runs.
     """
 
     def __init__(self, copy: Any, *, pinned: bool) -> None:

@@ -35,7 +35,7 @@ _GPU = torch.device("cuda", 0)
 
 
 class Watcher(Protocol):
-    """Somebody who is told of what compiled graphs do below the dispatcher."""
+    """An observer of what compiled graphs do below the dispatcher."""
 
     def allocated(self, tensor: torch.Tensor) -> None:
         """A graph has allocated memory."""
@@ -45,12 +45,12 @@ class Watcher(Protocol):
 
 
 watchers: list[Watcher] = []
-"""What is told: the last one."""
+"""Watchers, of which the last one is told."""
 
 _entered = {"dry": 0, "graph": 0}
 
 MEASURES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
-"""Options of inductor that have it time kernels, which there are none of: they are off in a dry run."""
+"""Options of inductor that have it time kernels: they are off in a dry run, which has none."""
 
 POOLS = ("triton.cudagraphs", "triton.cudagraph_trees")
 """Options with which a graph runs as a CUDA graph, in a pool of its own."""
@@ -90,7 +90,7 @@ def _counted(what: str) -> Iterator[None]:
 
 
 def _noted(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
-    """Have what a compiler of graphs returns note that it runs."""
+    """Wrap a compiler, so that ``in_compiled_graph`` is true while its graphs run."""
 
     @functools.wraps(compile_graph)
     def compiled(*args: Any, **kwargs: Any) -> Any:
@@ -143,14 +143,14 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
 
     def without_measuring(*args: Any, config_patches: Any = None, **kwargs: Any) -> Any:
         if gpu is None:
-            # Asked in the folder of a graph, it would build its libraries again in each process.
+            # Asked later, in the folder of a graph, this would build its libraries again in each process.
             cpu_vec_isa.valid_vec_isa_list()
         kwargs.setdefault("inner_compile", _noted(functools.partial(_compile_inner, inner, gpu is not None)))
         patches = {k: v for k, v in (config_patches or {}).items() if k not in (*MEASURES, *POOLS)}
         return whole(*args, config_patches=patches or None, **kwargs)
 
     def copied(self: Any, memo: Any) -> Any:
-        # Constants of a graph may be real tensors, whose copies would be fake; fake ones are not copied.
+        # Real constants of a graph would become fake copies with modes on; fake ones are not copied.
         held = (*vars(self).values(), *self._buffers.values(), *self._parameters.values())
         memo |= {id(value): value for value in held if is_fake(value)}
         with _disable_current_modes():
@@ -167,7 +167,7 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
             replaced(guards, **dict.fromkeys(names, _allocate), _reinterpret_tensor=_reinterpret),
             replaced(compile_fx, compile_fx=without_measuring),
             replaced(debugging, boxed_nop=_noted(debugging.boxed_nop)),
-            # Nobody reads what else is written of each graph.
+            # Nobody reads the printed code of graphs.
             replaced(torch.fx.GraphModule, __deepcopy__=copied, print_readable=_always("")),
             inductor_config.patch(
                 force_disable_caches=True,
@@ -183,11 +183,11 @@ def dry_compiler(gpu: SimpleNamespace | None = None) -> Iterator[None]:
             contextlib.nullcontext() if gpu is None else _gpu_world(gpu),
         ):
             warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
-            # Wrappers for a GPU look whether their inputs are aligned.
+            # Wrappers for a GPU check whether their inputs are aligned.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             yield
     except torch._dynamo.exc.BackendCompilerFailed as failed:
-        # Errors of ours say by themselves what is wrong.
+        # Errors of sacplan say by themselves what is wrong.
         if isinstance(failed.inner_exception, SacplanError):
             raise failed.inner_exception from failed
         raise
@@ -212,7 +212,7 @@ def _reinterpret(tensor: Any, size: Any, stride: Any, offset: int = 0) -> torch.
 
 def _compile_inner(inner: Callable[..., Any], on_gpu: bool, graph: Any, inputs: Any, **kwargs: Any) -> Any:
     if on_gpu:
-        # A graph for inference has met no partitioner. Those of training are on the GPU already.
+        # A graph for inference has met no partitioner; graphs of training are on the GPU already.
         inputs = _to_gpu(graph) if _is_on_cpu(graph) else _inputs_of(graph, inputs)
     return inner(graph, inputs, **kwargs)
 
@@ -228,15 +228,15 @@ def compiled_so_far() -> int:
 def follow_generators(mode: type[Any]) -> None:
     """Make a dispatch mode see random ops of compiled graphs that run again with a generator's saved state.
 
-    They are arguments of higher-order operators, and dispatch modes do not see what those run. Saved states are tensors
-    from ``mode.generator_state()``, which are counted and never read.
+    The ops are arguments of higher-order operators, and dispatch modes do not see what these run. Saved states are
+    tensors from ``mode.generator_state()``, which are counted and never read.
     """
     with torch_names():
         from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
     def running(paused: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        # The mode is off while its handler runs. Only the base class's ``__enter__``: the mode's own would enter its
-        # hooks a second time.
+        # The mode is off while its handler runs. It is entered by the base class alone: its own ``__enter__`` would
+        # enter its hooks a second time.
         TorchDispatchMode.__enter__(paused)
         try:
             return op(*args, **kwargs)
@@ -318,7 +318,7 @@ def _gpu_world(gpu: SimpleNamespace) -> Iterator[None]:
         return partition(graph, _to_gpu(graph), **kwargs)
 
     def deduced(self: Any, node: Any) -> Any:
-        # It computes single numbers for real, on the graph's device.
+        # Single numbers are computed for real: on the CPU instead of the graph's device.
         given = node.kwargs
         node.kwargs = {**given, "device": torch.device("cpu")} if "device" in given else given
         try:
@@ -369,7 +369,7 @@ def _gpu_world(gpu: SimpleNamespace) -> Iterator[None]:
         )
         for owner, attributes in replacements:
             stack.enter_context(replaced(owner, **attributes))
-        # Ops that run again get a state that is saved, and no generator of a device that is not there.
+        # Ops that run again get a saved state, not the generator of a missing device.
         stack.enter_context(functorch_config.patch(graphsafe_rng_functionalization=False))
         _lend_device_guard()
         yield

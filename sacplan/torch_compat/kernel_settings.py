@@ -18,7 +18,7 @@ def _precision(backend: str, op: str) -> tuple[Callable[[], Any], Callable[[Any]
     return functools.partial(get, backend, op), functools.partial(put, backend, op)
 
 
-# Of the process: what decides which kernel computes a matmul or a convolution, with which bits.
+# Settings that decide which kernel computes a matmul or a convolution, and with which bits.
 _KERNEL_SETTINGS = (
     *map(_switch, ("mkldnn_enabled", "mkldnn_deterministic")),
     *map(_switch, ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic")),

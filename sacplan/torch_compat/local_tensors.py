@@ -1,9 +1,9 @@
 """Tensors that stand for others: a DTensor for the part that this rank has, or what a collective sends.
 
 Ops on them run as ops on plain tensors, and collectives: that is what a step consists of. A dispatch mode that watches
-a step answers NotImplemented where ``is_deferred``, and sees those. What DTensor runs to find out how an op is spread
-(sharding propagation: the op itself, on fake tensors of global shapes) is no part of the step, and no ``Watching`` mode
-sees it.
+a step answers NotImplemented where ``is_deferred``, and sees these. What DTensor runs to find out how an op is spread
+(sharding propagation: the op itself, on fake tensors of global shapes) is no part of the step, and hidden from
+``Watching`` modes.
 
 Tried on torch 2.13.
 """
@@ -52,8 +52,8 @@ def _stands_for_another(kind: type) -> bool:
 
 
 def _is_of(module: str, name: str, kind: type) -> bool:
-    room = sys.modules.get(module)  # there is no tensor of a class that is not imported
-    return room is not None and issubclass(kind, getattr(room, name))
+    imported = sys.modules.get(module)  # if not imported, no tensor is of its class
+    return imported is not None and issubclass(kind, getattr(imported, name))
 
 
 _is_dtensor = functools.partial(_is_of, "torch.distributed.tensor", "DTensor")
@@ -72,12 +72,12 @@ def stands_for_another(tensor: torch.Tensor) -> bool:
 def local_part(tensor: torch.Tensor, *, waits: bool = False) -> torch.Tensor:
     """Return the plain tensor behind a DTensor or a pending collective, else the tensor itself.
 
-    It waits for nothing, or until a collective that fills the tensor has finished.
+    With ``waits``, a pending collective has finished; else nothing is waited for.
     """
     # A DTensor may have a pending collective as its local part, so both are taken off in turn.
     while stands_for_another(tensor):
-        one: Any = tensor
-        tensor = one._local_tensor if _is_dtensor(type(one)) else one.trigger_wait() if waits else one.elem
+        t: Any = tensor
+        tensor = t._local_tensor if _is_dtensor(type(t)) else t.trigger_wait() if waits else t.elem
     return tensor
 
 
@@ -93,24 +93,24 @@ Wrapping = Callable[[torch.Tensor], torch.Tensor]
 """Makes a tensor of the same type, global shape and placements for another local part; a leaf without gradient."""
 
 
-def _as_it_is(local: torch.Tensor) -> torch.Tensor:
+def _unchanged(local: torch.Tensor) -> torch.Tensor:
     return local
 
 
 def wrapping_of(tensor: torch.Tensor) -> Wrapping:
     """Return how a tensor that ``stands_for_another`` is made around its local part.
 
-    The pending result of a collective is its local part once it has arrived, so nothing is put around that.
+    The pending result of a collective is its local part once it has arrived, so nothing is put around this part.
     """
     if not _is_dtensor(type(tensor)):
-        return _as_it_is
+        return _unchanged
     dtensor: Any = tensor
     kind = type(dtensor)
     base = sys.modules["torch.distributed.tensor"].DTensor
-    # A subclass that flattens itself differently has parts that the constructor below knows nothing of.
+    # A subclass that flattens itself differently has parts that ``_made`` knows nothing of.
     if kind.__tensor_unflatten__ is not base.__tensor_unflatten__:
         return functools.partial(_unflattened, *_flattened(dtensor))
-    attributes = None if kind is base else dict(vars(dtensor))  # a copy: what it says may change later
+    attributes = None if kind is base else dict(vars(dtensor))  # a copy, since they may change later
     return functools.partial(_made, kind, dtensor._spec, attributes)
 
 
@@ -141,9 +141,9 @@ def _hide_sharding_propagation() -> None:
 
     To find an op's sharding, DTensor runs the op on fake tensors of global shapes
     (``torch/distributed/tensor/_sharding_prop.py``). A mode would record these as ops of the step. The cached method is
-    made anew, since its cache wraps the function that is replaced.
+    made again, since its cache wraps the function that is replaced.
     """
-    # The bound methods are replaced on the propagator, which the process has one of, and stay replaced.
+    # The bound methods are replaced on the process's only propagator, and stay replaced.
     propagator = sys.modules["torch.distributed.tensor"].DTensor._op_dispatcher.sharding_propagator
     propagator._propagate_tensor_meta_non_cached = _unseen(propagator._propagate_tensor_meta_non_cached)
     find = propagator.propagate_op_sharding_non_cached = _unseen(propagator.propagate_op_sharding_non_cached)
@@ -151,9 +151,9 @@ def _hide_sharding_propagation() -> None:
 
 
 def forget_meshes() -> None:
-    """Let DTensor forget how ops are spread: answers hold a mesh, and an equal mesh would get one with other groups.
+    """Let DTensor forget how ops are spread: a cached answer for one mesh would be given for any equal mesh.
 
-    Meshes are equal if their ranks and names are, whatever the names of their groups, which may have ended.
+    Meshes are equal if their ranks and names are, but the process groups of the answer may have ended.
     """
     if "torch.distributed.tensor" in sys.modules:
         with torch_names():
@@ -165,7 +165,7 @@ def forget_meshes() -> None:
 
 def _unseen(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def unseen(schema: Any) -> Any:
-        # Only where one of ours watches: a user's own mode sees what it would see without us.
+        # Only where a mode of sacplan watches: a user's own mode sees the same as without.
         if not any(isinstance(mode, Watching) for mode in _get_current_dispatch_mode_stack()):
             return find(schema)
         with _disable_current_modes():
@@ -175,10 +175,10 @@ def _unseen(find: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _found_by_kind(find: Callable[[Any], Any], schema: Any) -> Any:
-    """Find the sharding of an op, of one on lists from the first tensors of each kind.
+    """Find the sharding of an op; for an op on lists, from the first tensors of each kind.
 
-    Each place in the lists is sharded by itself. DTensor takes seconds for a list of all parameters, each time on fake
-    tensors, and goes through the whole list for each place.
+    Each place in the lists is sharded by itself. DTensor takes seconds for a list of all parameters: it goes through
+    the whole list, on fake tensors, for each place.
     """
     lists = [value for value in schema.args_schema if isinstance(value, (list, tuple)) and value]
     on_lists = str(schema.op).startswith(("aten._foreach_", "aten._fused_"))
@@ -194,10 +194,10 @@ def _found_by_kind(find: Callable[[Any], Any], schema: Any) -> Any:
         for value in schema.args_schema
     )
     found = find(type(schema)(schema.op, tuple(few), schema.kwargs_schema, schema.schema_info))
-    # What is known of the tensors themselves, or parts that have to move first.
+    # An answer about the tensors themselves, or with parts to move first, holds for these tensors only.
     if not hasattr(found, "needs_redistribute") or found.needs_redistribute:
         return find(schema)
     if found.output_spec is None:
         return found
-    made = dict(zip(firsts.values(), found.output_spec, strict=True))
-    return type(found)(tuple(made[i] for i in places))
+    specs = dict(zip(firsts.values(), found.output_spec, strict=True))
+    return type(found)(tuple(specs[i] for i in places))

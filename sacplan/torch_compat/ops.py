@@ -124,7 +124,7 @@ class OpTraits:
         places: list[ArgumentPlace] = []
         tensors: list[torch.Tensor] = []
         for i in self.tensor_positions:
-            if i >= len(rest):  # left out, so a default: positions rise, and none behind it was given
+            if i >= len(rest):  # left out, so a default: positions rise, and none after it was given
                 break
             value = rest[i]
             if isinstance(value, torch.Tensor):
@@ -187,8 +187,8 @@ def op_traits(func: Any) -> OpTraits:
         "Generator" in str(a.type) for a in schema.arguments
     )
     batch_norm = schema.name in _BATCH_NORMS
-    # In place, for our purposes, is ``relu_``: ``self`` is all that it writes and all that it returns. Left out are ops
-    # with more to write (``out=``, statistics), and views in place (``t_``), which change a tensor and no values.
+    # An op counts as in place if ``self`` is all that it writes and returns (``relu_``). Left out are ops with more to
+    # write (``out=``, statistics), and views in place (``t_``), which change a tensor and no values.
     in_place = (
         names == ["self"]
         and positions == [0]
@@ -200,11 +200,11 @@ def op_traits(func: Any) -> OpTraits:
     # Each condition rules out one way in which a second run could differ, or do harm:
     # - an op of another library may do anything, unless we have read it, and a collective would wait for ranks that do
     #   not run it again;
-    # - what it writes would be written twice, but for the two exceptions of the module's docstring;
+    # - what the op writes would be written twice, but for the two exceptions of the module's docstring;
     # - a view makes nothing: its storage is what has to be made again;
-    # - a factory returns memory that something else fills (no tensor goes in, or by name);
-    # - its bits vary from run to run; an in-place op varies as its namesake does;
-    # - without a tensor that comes out there is nothing to make again.
+    # - a factory (known by its name, or by taking no tensor) returns memory that something else fills;
+    # - the bits vary from run to run; those of an in-place op vary as those of its namesake do;
+    # - an op that returns no tensor makes nothing to make again.
     # Random ops may run again: the executor puts the generator's state back first (``random``).
     rerunnable = (
         (func.namespace in ("aten", "prims") or str(func) in _COLLECTIVES | _COMPUTES_ONLY)
@@ -253,7 +253,7 @@ def draws_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def is_heavy(func: Any) -> bool:
-    """Whether an op is a matrix product, a convolution or attention: a compiler must not run it again for nothing."""
+    """Whether an op is a matrix product, a convolution or attention: expensive to run again."""
     return func._overloadpacket in flop_registry or "_attention" in func.__name__
 
 
@@ -269,8 +269,8 @@ def is_between_ranks(func: Any) -> bool:
 def waited_for(sent: torch.Tensor) -> torch.Tensor:
     """Wait for the result of a functional collective and return it."""
     wait: Any = op_named("_c10d_functional.wait_tensor.default")
-    there: torch.Tensor = wait(sent)
-    return there
+    result: torch.Tensor = wait(sent)
+    return result
 
 
 @functools.cache
@@ -291,11 +291,11 @@ def op_of_schema(name: str) -> torch._ops.OpOverload | None:
 
 @functools.cache
 def is_computation(name: str) -> bool:
-    """Whether an op, by the name of its overload, makes or writes values: no view, a collective if it may run again."""
+    """Whether an op, by the name of its overload, makes or writes values; of collectives, those that may run again."""
     if name.partition(".")[0] in _SETS_UP:
         return name in _COLLECTIVES
     func = op_named(name)
-    # An op whose library is not imported here may be anything; one that writes changes values without a new tensor.
+    # An op of a library that is not imported here may be anything. One that writes changes values of an old tensor.
     if func is None or op_traits(func).written_names:
         return True
     return not func.is_view and any("Tensor" in str(r.type) for r in func._schema.returns)
@@ -307,20 +307,20 @@ _FUSED_ON_GPUS = "_fused_rms_norm"
 
 @functools.cache
 def is_composite(func: Any) -> bool:
-    """Whether an op is made of others whatever the device, and has formulas of autograd through them alone."""
-    if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":  # no ops of the dispatcher
+    """Whether an op is made of others on every device, and autograd differentiates only these."""
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":  # unknown to the dispatcher
         return False
 
     def has(key: str) -> bool:
         # Not ``func.has_kernel_for_dispatch_key``, which counts Python's decompositions as well.
         return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
-    # Some have kernels of their own on common devices, such as ``silu_backward``.
+    # Some composites have kernels of their own on common devices, such as ``silu_backward``.
     own = has("CPU") or has("CUDA") or func._opname.startswith(_FUSED_ON_GPUS)
     return has("CompositeImplicitAutograd") and not own
 
 
-# torch's own kernel for one key. Not ``op.decompose``: for dropout that is a Python decomposition.
+# The key of torch's own kernel of a composite. ``op.decompose`` gives a Python decomposition for dropout.
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
@@ -330,9 +330,9 @@ def run_composite(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_in_parts(mode: TorchDispatchMode, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
-    """Run a composite op that a dispatch mode has got, so that the mode sees what it is made of.
+    """Run a composite op that a dispatch mode has got, so that the mode sees the ops that it is made of.
 
-    Below autograd, which else takes it apart, it comes whole: in inference mode, and where a DTensor runs its own code.
+    Where autograd does not take it apart, it comes whole: in inference mode, and where a DTensor runs its own code.
     """
     TorchDispatchMode.__enter__(mode)
     try:
@@ -369,11 +369,11 @@ def _defaults(func: torch._ops.OpOverload) -> Mapping[str, Any]:
 def can_run_again(func: Any, args: Any, kwargs: Any, out: Any) -> bool:
     """Whether this call of an op may run a second time, and its tensors are described by sizes, strides and storages.
 
-    An op that writes in place may. The caller must see to it that the written tensor is recomputed, too.
+    An op that writes in place may; the caller must see to it that the written tensor is recomputed, too.
     """
     traits = op_traits(func)
     inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
-    # Without outputs there is nothing to recompute. A tensor that is not ordinary has more to it than these.
+    # Without outputs there is nothing to recompute, and a tensor that is not ordinary cannot be described so.
     if not traits.rerunnable or not outputs or not all(map(is_ordinary_tensor, (*inputs, *outputs))):
         return False
     if kwargs.get("non_blocking"):

@@ -49,11 +49,11 @@ class LoweredGraphs:
         return max(self.forward_bytes, self.backward_bytes)
 
     def needs_bytes(self, calls: int) -> int:
-        """Return the most that is alive if so many forward passes come before the first backward pass."""
+        """Return the most that is alive if ``calls`` forward passes come before the first backward pass."""
         return self.most_bytes + (calls - 1) * self.saved_bytes
 
     def moved(self, nbytes: int, ms: float, least: int) -> LoweredGraphs:
-        """Return these with so much more saved, and so much more time; at least so much is alive in both."""
+        """Return these with ``nbytes`` more saved, ``ms`` more time, and ``least`` bytes or more alive in each."""
         first, second = (max(most + nbytes, least) for most in (self.forward_bytes, self.backward_bytes))
         return LoweredGraphs(first, second, self.saved_bytes + nbytes, self.ms + ms)
 
@@ -72,11 +72,11 @@ class Prices:
 
 
 _FUSED = 0.1
-"""Time of a pointwise op that runs again, as a share of that to write what it makes: the kernel that reads it runs it.
-With 1, plans for BERT (``benchmarks.compiled_budgets``) run products again in its place, and steps take longer."""
+"""Time of a pointwise op that runs again, as a share of the time to write its output: its reader's kernel computes it.
+With 1, plans for BERT (``benchmarks.compiled_budgets``) run products again instead, and steps take longer."""
 
 _FURTHER = 1.1
-"""What saving a value costs grows by this for each op between it and the backward pass: what lies far from there is
+"""The cost of saving a value grows by this for each op between the value and the backward pass: from far away it is
 made again by a longer chain, which inductor splits into more kernels. From PyTorch's partitioner."""
 
 
@@ -115,7 +115,7 @@ def partitioned(
 
     Args:
         module, inputs, arguments: as a partitioner gets them.
-        choose: what is saved. What else the backward pass reads runs again.
+        choose: what is saved. All else that the backward pass reads is made again.
     """
     with torch_names():
         from torch._functorch import partitioners
@@ -163,21 +163,21 @@ def forward_values(graph: Any, info: Any, n_held: int, prices: Prices) -> list[F
     """
     nodes = [n for n in graph.nodes if n.op != "output" and n not in info.tangents_closure]
     number = {node: i for i, node in enumerate(nodes)}
-    there = {*info.static_lifetime_input_nodes, *graph.output_node().args[0][:n_held]}
-    made = []
+    held = {*info.static_lifetime_input_nodes, *graph.output_node().args[0][:n_held]}
+    values = []
     for node in nodes:
-        nbytes = 0 if node in there else _size(node)
+        nbytes = 0 if node in held else _size(node)
         is_read = node in info.required_bw_nodes or not info.tangents_closure.isdisjoint(node.users)
         is_value = isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt))
         is_savable = node.op == "placeholder" or (is_value and not _must(node, "RECOMPUTE"))
         # What the forward pass does not need runs once in any case.
         rerun_ms = _rerun_ms(node, prices) if info.is_required_fw(node) else 0.0
         inputs = tuple(number[i] for i in node.all_input_nodes)
-        # It is read there, and written for that if no op in the forward pass has it in memory anyway.
+        # The backward pass reads what is saved; the forward pass writes it, unless it is in memory anyway.
         passes = 1 if _is_written(node, info) else 2
         save_ms = passes * nbytes * prices.byte_ms * _FURTHER ** min(max(node.dist_from_bw, 1), 100)
-        made.append(ForwardValue(node.name, inputs, nbytes, is_read, is_savable, save_ms, rerun_ms))
-    return made
+        values.append(ForwardValue(node.name, inputs, nbytes, is_read, is_savable, save_ms, rerun_ms))
+    return values
 
 
 def _must(node: Any, what: str) -> bool:
@@ -244,7 +244,7 @@ def _known(node: Any) -> Any:
 
 
 def graph_key(module: Graph) -> str:
-    """Return what tells a joint graph from others, by names, ops and inputs of its nodes, "-", and by their sizes."""
+    """Return a hash of the names, ops and inputs of a joint graph's nodes, "-", and one of their sizes."""
     nodes = list(module.graph.nodes)
     ops = [(n.name, n.op, str(n.target), *(i.name for i in n.all_input_nodes)) for n in nodes]
     sizes = [str(v.shape) for n in nodes if isinstance(v := n.meta.get("val"), torch.Tensor)]
@@ -321,7 +321,7 @@ def _lowered(graph: Graph, is_backward: bool) -> _Lowered:
         plan = self.scheduler
         given, made = OrderedSet(self.graph_inputs.keys()), OrderedSet(self.get_output_names())
         freed = prepare_planning_info(plan.nodes, plan.name_to_buf, plan.name_to_fused_node, given, made)[1]
-        # The peak that it returns as well leaves out outputs in torch 2.11.
+        # The peak in ``[0]`` leaves out outputs in torch 2.11.
         peak = estimate_peak_memory_allocfree(plan.nodes, freed, made)[0]
         raise _Lowered(
             peak, sum(node.get_read_write_buffers_sizes() for node in plan.nodes if not node.is_extern())
@@ -331,7 +331,7 @@ def _lowered(graph: Graph, is_backward: bool) -> _Lowered:
     sizes = next((v.node.shape_env for v in values if isinstance(v, torch.SymInt)), None)
     try:
         with (
-            # What else shares these symbols must not find them fixed to the sizes of this batch.
+            # Other users of these symbols must not find them fixed to the sizes of this batch.
             contextlib.nullcontext() if sizes is None else sizes.suppress_guards(),
             replaced(GraphLowering, codegen=stop, codegen_with_cpp_wrapper=stop),
             inductor_config.patch(force_disable_caches=True, **dict.fromkeys((*MEASURES, *POOLS), False)),
@@ -343,7 +343,7 @@ def _lowered(graph: Graph, is_backward: bool) -> _Lowered:
 
 
 def inductor_settings() -> AbstractContextManager[Any]:
-    """Return what is entered later to have the settings of now, which ``torch.compile`` was given for its graphs."""
+    """Return a context with inductor's settings of now, which ``torch.compile`` was given for its graphs."""
     with torch_names():
         from torch._inductor import config
 
@@ -351,11 +351,11 @@ def inductor_settings() -> AbstractContextManager[Any]:
 
 
 def as_partitioner(partition: Callable[..., Any], key: Any) -> Any:
-    """Return a function as what inductor takes for a partitioner of joint graphs.
+    """Return a function in the form in which inductor takes a partitioner of joint graphs.
 
     Args:
         partition: ``(joint graph, inputs, **arguments) -> (forward graph, backward graph)``.
-        key: tells it from others, for the compiler's caches.
+        key: tells the function from others, for the compiler's caches.
     """
     with torch_names():
         from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -367,7 +367,7 @@ def as_partitioner(partition: Callable[..., Any], key: Any) -> Any:
             def uuid(self) -> Any:
                 return repr(key)
 
-            def __reduce__(self) -> Any:  # what the compiler's caches tell it by
+            def __reduce__(self) -> Any:  # for the keys of the compiler's caches
                 return str, (repr(key),)
 
     return Custom()
@@ -375,7 +375,7 @@ def as_partitioner(partition: Callable[..., Any], key: Any) -> Any:
 
 @contextlib.contextmanager
 def joint_graphs_noted(note: Callable[[GivenGraph], object]) -> Iterator[None]:
-    """Note copies of the joint graphs that inductor splits inside, as it does in any case."""
+    """Inside, hand a copy of each joint graph to ``note``, before inductor splits the graph as usual."""
     with torch_names():
         from torch._functorch.partitioners import min_cut_rematerialization_partition
 

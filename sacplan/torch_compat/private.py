@@ -1,7 +1,7 @@
 """Private PyTorch interfaces around tensors, module calls and dispatch modes, one function each.
 
-Fake tensors, autograd, Dynamo, FLOPs and kernel settings have modules of their own beside this one. Tried on torch
-2.11 to 2.15 (``docs/versions.md``).
+Fake tensors, autograd, Dynamo, FLOPs and kernel settings have modules of their own. Tried on torch 2.11 to 2.15
+(``docs/versions.md``).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def module_calls(
 ) -> dict[FrameType, torch.nn.Module]:
     """Return the module calls that run inside a frame of this thread, outermost first, as module by frame of the call.
 
-    A call begins when the module's own hooks before its forward have run, and is over when its forward has returned,
-    before those after it. ``known`` saves looking into a frame again.
+    A call begins after the module's own forward pre-hooks, and is over when its forward has returned, before the
+    forward hooks. ``known`` saves looking into a frame again.
     """
     # Walks the stack outwards. ``callee`` is the frame that the current one called, which tells whether the call is in
     # its hooks: ``_call_impl`` runs them in a function of its own, ``inner``.
@@ -67,7 +67,7 @@ def module_calls(
 def _in_hooks(call: FrameType, inner: FrameType) -> bool:
     """Whether a call is still in its hooks: ``_call_impl`` sets ``bw_hook`` between the pre-hooks and the forward.
 
-    ``result`` is set when the forward has returned, so after that the hooks behind it run.
+    ``result`` is set when the forward has returned, so from then on the forward hooks run.
     """
     return call.f_locals["result"] is not None or "bw_hook" not in inner.f_locals
 
@@ -174,14 +174,14 @@ def storage_key(storage: Any) -> int:
 
 
 def counts_writes_of(whole: torch.Tensor | None, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is another one or a view of it, so that both have the same version counter."""
+    """Whether a tensor is ``whole`` or a view of it, so that both have the same version counter; False for None."""
     return whole is not None and (tensor is whole or tensor._base is whole)
 
 
 def is_fully_sharded(module: torch.nn.Module) -> bool:
     """Whether ``fully_shard`` has been called on the module."""
-    room = sys.modules.get("torch.distributed.fsdp")
-    return room is not None and isinstance(module, room.FSDPModule)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def ranks_of_group(group: Any) -> list[int] | None:
@@ -199,7 +199,7 @@ def ranks_of_group(group: Any) -> list[int] | None:
 
 
 def group_of(func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
-    """Return the global ranks of the group that a collective speaks to; None if it is not there."""
+    """Return the global ranks of the group that a collective speaks to; None if the group does not exist."""
     # Functional collectives name their group last. Others take it before any other object of C++.
     last = kwargs.get("group_name", args[-1])
     found = ranks_of_group(next((v for v in args if isinstance(v, torch.ScriptObject)), last))
@@ -209,7 +209,7 @@ def group_of(func: Any, args: Any, kwargs: Any) -> tuple[int, ...] | None:
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     """Replace attributes of a class or a module inside the context, for the whole process."""
-    # All are read before the first one is set, so that a missing name leaves everything as it was.
+    # All old values are read before the first new one is set, so that a missing name leaves everything as it was.
     before = {name: inspect.getattr_static(owner, name) for name in attributes}
     for name, value in attributes.items():
         setattr(owner, name, value)
@@ -224,7 +224,7 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 def noted_generator_states(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Inside, ``torch.get_rng_state``, as checkpointing and ``fork_rng`` call it, hands each state to ``note``.
 
-    No op makes such a tensor, so that no dispatch mode sees it.
+    No op makes such a tensor, so no dispatch mode sees it.
     """
     plain = torch.get_rng_state
 

@@ -4,8 +4,8 @@ No dispatch mode sees a launch, and version counters do not count what a kernel 
 takes all tensors of the kernel as written: what the kernel reads or writes is kept, and no op that read it before runs
 again. A plan decides nothing about launches, so none need be seen where it is applied.
 
-Triton starts on a GPU alone. In a fake step the kernel does not run, and the code around it does, which allocates all
-that the kernel fills.
+Triton needs a GPU. In a fake step the kernel does not run, but the code around it does, which allocates all that the
+kernel fills.
 
 Private API of Triton, tried with 3.9: ``JITFunction.run``, ``Autotuner.run``.
 """
@@ -33,14 +33,14 @@ def _launched(tensors: Any) -> None:
 
 TRITON_KERNEL = torch.ops.sacplan.triton_kernel_.default
 TRITON_KERNEL_NAME = str(TRITON_KERNEL)
-"""Its name in a program."""
+"""The op's name in a program."""
 
 
 @contextmanager
 def triton_kernels_seen() -> Iterator[None]:
     """Record each launch of a Triton kernel as an op; on fake tensors the kernel does not run."""
     with ExitStack() as stack:
-        # A model that launches kernels has imported Triton. An autotuner, too: it would time its candidates.
+        # A model that launches kernels has imported Triton. Autotuners are replaced too: they would time candidates.
         for name, kind in (("jit", "JITFunction"), ("autotuner", "Autotuner")):
             if module := sys.modules.get(f"triton.runtime.{name}"):
                 owner = getattr(module, kind)
@@ -52,10 +52,10 @@ def _seen(launch: Any) -> Any:
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
         is_fake = any(isinstance(t, FakeTensor) for t in tensors)
-        made = None if is_fake else launch(kernel, *args, **kwargs)
+        result = None if is_fake else launch(kernel, *args, **kwargs)
         # Autograd must not count the write: a kernel may only read what is saved for the backward pass.
         with torch._C._AutoDispatchBelowADInplaceOrView():
             TRITON_KERNEL(tensors)
-        return made
+        return result
 
     return run

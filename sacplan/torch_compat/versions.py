@@ -1,4 +1,4 @@
-"""The versions of torch that sacplan was tried with, and one clear error where another one lacks what sacplan needs.
+"""The versions of torch that sacplan was tried with, and one clear error where another lacks what sacplan needs.
 
 sacplan uses private names of torch: no public ones see an op below autograd, or tell what autograd saves. They can go
 in any release. ``private_names.json`` lists them, so that a torch without one is refused when sacplan is imported, by
@@ -78,7 +78,7 @@ def _is_there(name: str) -> bool:
     parts = name.split(".")
     found: Any = torch
     for i, part in enumerate(parts[1:], 2):
-        # A module that is imported need not be an attribute of its package.
+        # An imported module need not be an attribute of its package.
         found = getattr(found, part, sys.modules.get(".".join(parts[:i])))
         if found is None:
             return False

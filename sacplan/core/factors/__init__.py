@@ -4,7 +4,7 @@ Every dimension of every tensor of an op is a product of factors. A factor passe
 is blocked. The notion is that of Shardy's sharding rules: what may be sliced in time may be sharded in space.
 
 ``rule.py`` says what a rule is and finds the one of a call, ``axes.py`` cuts tensors along factors, and the other
-modules have the formulas by subject, each of shapes alone. Importing the room registers them.
+modules have the formulas by subject, each of shapes alone. Importing the package registers them.
 """
 
 from sacplan.core.factors import (

@@ -23,7 +23,7 @@ class _Attention:
     is causal, which says by position what a query may see.
 
     Attributes:
-        understood: whether all masks have a shape that is broadcast.
+        understood: whether all masks are broadcast to the weights, or empty.
     """
 
     def __init__(self, call: RuleBuilder) -> None:
@@ -54,7 +54,7 @@ class _Attention:
 
         Efficient attention pads the queries to a multiple of 32, so a slice of them is not a slice of the whole.
         """
-        # As computed; padded, so that rows must be whole; and anything else, of which nothing is known.
+        # Three cases: as computed; padded, so that rows must be whole; any other shape, of which nothing is known.
         batch, heads, rows, _ = self._weights_shape
         if tuple(t.shape) in ((batch, heads, rows), (batch, heads, rows, 1)) and not self._pads:
             return (self.batch, self.heads, self.rows, ())[: len(t.shape)]
@@ -67,7 +67,7 @@ class _Attention:
         return "efficient" in self._call.name
 
     def rows_pass(self, statistics: Any) -> bool:
-        """Whether some of the queries may be taken alone."""
+        """Whether queries can be sliced."""
         return not (self._call["is_causal"] or (self._pads and statistics.shape[-1]))
 
     def inputs(self, **more: Dims) -> list[Dims]:
@@ -100,7 +100,7 @@ def _attention(call: RuleBuilder) -> Rule | None:
 @register(*(f"{kernel}_backward" for kernel in _KERNELS))
 def _attention_backward(call: RuleBuilder) -> Rule | None:
     """Gradients of keys and values are sums over queries, that of a mask over what it is broadcast to."""
-    # A gradient that is not wanted would be missing among the outputs below.
+    # The outputs below count on the gradients of query, key and value.
     if not all(call.arguments.get("grad_input_mask", (True,))[:3]):
         return None
     attention = _Attention(call)

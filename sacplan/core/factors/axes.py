@@ -35,8 +35,9 @@ class FactorAxis(NamedTuple):
 
 def into_factor(dims: Dims, sizes: Sequence[int], axis: Axis) -> FactorAxis | None:
     """Return where in a factor an axis of a tensor lies; None if it is not within a single factor."""
-    # The dimension is (before, factor, after) for each of its factors in turn, slowest first. The axis lies in the one
-    # for which ``before`` divides its outer part and ``after`` its inner part, and which is then used up by it.
+    # The dimension is (before, factor, after) for each of its factors in turn, slowest first. The axis lies in the
+    # factor for which ``before`` divides ``axis.outer``, ``after`` divides ``axis.inner``, and the rest makes up the
+    # factor.
     factors = dims[axis.dim]
     before, after = 1, math.prod(sizes[f] for f in factors)
     # Empty, or sizes that are not those of this rule.
@@ -67,12 +68,12 @@ def from_factor(dims: Dims, sizes: Sequence[int], within: FactorAxis) -> Axis | 
 
 
 def take(t: torch.Tensor, axis: Axis, start: int, stop: int) -> torch.Tensor:
-    """Return the slice [``start``, ``stop``) along an axis: a view, or a copy if it is in several pieces.
+    """Return the slice [``start``, ``stop``) along an axis: a view if it is in one piece, else possibly a copy.
 
     An op that writes in place needs a view.
     """
     dim, outer, size, inner = axis
-    # One piece: always a view. With ``outer`` pieces the flattened result is a view only if its strides allow one.
+    # With ``outer`` pieces, the flattened result is a view only if its strides allow one.
     if outer == 1:
         return t.narrow(dim, start * inner, (stop - start) * inner)
     parts: torch.Tensor = t.unflatten(dim, (outer, size, inner)).narrow(dim + 1, start, stop - start)
@@ -96,7 +97,7 @@ def resized_arguments(rule: Rule, args: Sequence[Any], within: FactorAxis, lengt
     """
 
     def scaled(size: int) -> int:
-        # Divided first: exact, since the size is a multiple of that of the part that is cut.
+        # Divided first, which is exact: ``size`` is a multiple of ``within.size``.
         return size if size == -1 else size // within.size * length
 
     found = list(args)

@@ -40,29 +40,29 @@ class _Convolution:
 @register("convolution")
 def _convolution(call: RuleBuilder) -> Rule:
     x, out = call["input"], call.outputs[0]
-    made = _Convolution(call, x.shape[1], out.shape[1])
+    conv = _Convolution(call, x.shape[1], out.shape[1])
     has_bias = call["bias"] is not None
-    call.becomes(made.c_in, Kind.BLOCK if has_bias else Kind.SUM)  # else every slice would add the bias
-    bias = [(made.channels,)] if has_bias else []
-    return call.rule([made.input, made.weight, *bias], [made.output(call, tuple(out.shape[2:]))])
+    call.becomes(conv.c_in, Kind.BLOCK if has_bias else Kind.SUM)  # else every slice would add the bias
+    bias = [(conv.channels,)] if has_bias else []
+    return call.rule([conv.input, conv.weight, *bias], [conv.output(call, tuple(out.shape[2:]))])
 
 
 @register("convolution_backward")
 def _convolution_backward(call: RuleBuilder) -> Rule:
     grad, x = call["grad_output"], call["input"]
-    made = _Convolution(call, x.shape[1], grad.shape[1])
-    pixels = [f for factors in made.pixels for f in factors] if made.by_pixel else []
+    conv = _Convolution(call, x.shape[1], grad.shape[1])
+    pixels = [f for factors in conv.pixels for f in factors] if conv.by_pixel else []
     wanted = [i for i, is_wanted in enumerate(call["output_mask"]) if is_wanted]
     # Gradients of input, weight and bias. That of the input is a sum over output channels; the other two are sums over
-    # samples and, where pixels pass, over these.
+    # samples and, where pixels pass, over pixels.
     for output, i in enumerate(wanted):
-        call.becomes((made.c_out, (), ())[i], Kind.SUM, output)
+        call.becomes((conv.c_out, (), ())[i], Kind.SUM, output)
         if i:
-            call.becomes([*made.batch, *pixels], Kind.SUM, output)
+            call.becomes([*conv.batch, *pixels], Kind.SUM, output)
     if call["bias_sizes"]:
-        call.resize("bias_sizes", 0, made.channels)
-    outputs = [(made.input, made.weight, (made.channels,))[i] for i in wanted]
-    return call.rule([made.output(call, tuple(grad.shape[2:])), made.input, made.weight], outputs)
+        call.resize("bias_sizes", 0, conv.channels)
+    outputs = [(conv.input, conv.weight, (conv.channels,))[i] for i in wanted]
+    return call.rule([conv.output(call, tuple(grad.shape[2:])), conv.input, conv.weight], outputs)
 
 
 @register_both_ways("im2col", "col2im")
@@ -103,10 +103,10 @@ _POOLS = [
 
 @register(*_POOLS, *_RESAMPLED, *(f"{name}_backward" for name in (*_POOLS, *_RESAMPLED)))
 def _by_plane(call: RuleBuilder) -> Rule:
-    """Each channel of each sample is on its own."""
-    found = re.search(r"(\d)d", call.name)
-    assert found is not None  # all names above say it
-    pixels = int(found[1])
+    """Samples and channels pass; pixels must be whole."""
+    match = re.search(r"(\d)d", call.name)
+    assert match is not None  # all names above say it
+    pixels = int(match[1])
     planes = call.dims(call.outputs[0].shape[:-pixels])
     if "input_size" in call.arguments:
         for i, factors in enumerate(planes):

@@ -31,7 +31,7 @@ def _embedding_backward(call: RuleBuilder) -> Rule:
 
 @register("gather")
 def _gather(call: RuleBuilder) -> Rule:
-    """A dimension passes where the indices have all of it, and the gathered one, which each index looks up, too."""
+    """Dimensions pass where input and indices have the same size. The gathered one passes in the indices alone."""
     x, indices = call.inputs
     if len(x.shape) != len(indices.shape):  # one of them has no dimensions
         return call.rule([call.blocked(x.shape), call.blocked(indices.shape)], [call.blocked(indices.shape)])
@@ -98,7 +98,7 @@ def _is_mask(t: Any) -> bool:
 
 
 class _Indexed:
-    """Factors of a tensor that is indexed by tensors, and of what is found there."""
+    """Factors of a tensor that is indexed by tensors, and of the result."""
 
     def __init__(self, call: RuleBuilder, x: Any, indices: Sequence[Any], kind: Kind) -> None:
         # ``at``: the dimensions that are indexed, any part of which an index may ask for. Indices are broadcast against
@@ -109,7 +109,7 @@ class _Indexed:
         self.x: Dims = blocked_at(call, x.shape, at)
         self.indices = [_aligned(positions, self.found_shape, indices[d].shape) for d in at]
         kept = [d for d in range(len(x.shape)) if d not in at]
-        # What is indexed comes where the indices stand, or first if they do not stand together.
+        # In the result, the shape of the indices stands where they do, or first if they do not stand together.
         first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
         before = [d for d in kept if d < first]
         self.shape = (

@@ -34,7 +34,7 @@ def _nll(call: RuleBuilder) -> Rule:
 
 @register("nll_loss_backward", "nll_loss2d_backward")
 def _nll_backward(call: RuleBuilder) -> Rule:
-    """A mean divides by the total weight of the whole, which is an argument."""
+    """Slices of a mean are exact: it divides by the total weight of the whole, which is an argument."""
     rows, scores, classes = _rows_and_classes(call)
     weight = [] if call["weight"] is None else [classes]
     grad = rows if call["reduction"] == _NONE else ()
@@ -71,7 +71,7 @@ def _elementwise(call: RuleBuilder) -> Rule | None:
     "binary_cross_entropy_backward",
 )
 def _elementwise_backward(call: RuleBuilder) -> Rule | None:
-    """The gradient of a mean is divided by the number of elements, of which a slice has fewer."""
+    """The gradient of a mean is not sliced: it is divided by the number of elements, and a slice has fewer."""
     rule = pointwise(call)
     if rule is None or call["reduction"] != _MEAN:
         return rule

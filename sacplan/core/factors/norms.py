@@ -9,7 +9,7 @@ from sacplan.core.factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, re
 
 
 def _normalized(call: RuleBuilder, shape: Sequence[int]) -> tuple[Dims, Dims]:
-    """Make factors of the dimensions in front, and of those that are normalized."""
+    """Make factors of the leading dimensions, and of those that are normalized."""
     rows = len(shape) - len(call["normalized_shape"])
     return call.dims(shape[:rows]), call.blocked(shape[rows:])
 
@@ -40,9 +40,9 @@ def _layer_norm_backward(call: RuleBuilder) -> Rule:
 
 @register("native_group_norm", "native_group_norm_backward")
 def _group_norm(call: RuleBuilder) -> Rule:
-    """Samples and groups can be sliced. Of the channels, which are groups times channels of a group, only groups can.
+    """Samples and groups can be sliced; the channels within a group, and pixels, cannot.
 
-    Statistics are over the channels of one group and all pixels of one sample, so these are blocked.
+    Statistics are over the channels of one group and all pixels of one sample.
     """
     x = call["input"]
     batch, groups = call.factor(x.shape[0]), call.factor(call["group"])
@@ -52,7 +52,7 @@ def _group_norm(call: RuleBuilder) -> Rule:
     def dims_of(t: Any) -> Dims:
         if len(t.shape) == 1:  # weight or bias
             return (channels,)
-        # Statistics have two dimensions. So has an input without pixels.
+        # Statistics have two dimensions. So has an input without pixels: its shape tells.
         return (batch, groups) if len(t.shape) == 2 and tuple(t.shape) != tuple(x.shape) else whole
 
     statistics = {"mean", "rstd"}
@@ -77,7 +77,7 @@ def _group_norm(call: RuleBuilder) -> Rule:
     "miopen_batch_norm",
 )
 def _batch_norm(call: RuleBuilder) -> Rule:
-    """Channels pass; all else does where nothing trains."""
+    """Channels pass; samples and pixels pass only if the op does not train."""
     # In training the statistics of a channel are over all samples and pixels, so these must be whole.
     trains = bool(call.arguments.get("training", False))
     x = call["input"]
@@ -101,7 +101,7 @@ def _reserved(call: RuleBuilder, t: Any, channels: Factors) -> Dims:
 
 @register("native_batch_norm_backward", "cudnn_batch_norm_backward", "miopen_batch_norm_backward")
 def _batch_norm_backward(call: RuleBuilder) -> Rule:
-    """The kernels of libraries are for training, and return all three gradients."""
+    """Kernels of libraries have neither ``train`` nor ``output_mask``: they train, and return all gradients."""
     trains = bool(call.arguments.get("train", True))
     x = call["input"]
     other = Kind.BLOCK if trains else Kind.PASS

@@ -15,7 +15,7 @@ def broadcast(dims: Dims, to: Sequence[int], shape: Sequence[int]) -> Dims | Non
     return tuple(dims[missing + i] if n != 1 else () for i, n in enumerate(shape))
 
 
-# Those that PyTorch tags as pointwise need not be named.
+# Ops that PyTorch tags as pointwise need not be named.
 @register(
     "pointwise",
     """_conj _prelu_kernel _prelu_kernel_backward _to_copy alias clone complex contiguous copy detach

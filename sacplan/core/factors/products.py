@@ -67,8 +67,8 @@ def _grouped_product(call: RuleBuilder) -> Rule | None:
     x, y = call.inputs[:2]
     if call["bias"] is not None:
         return None
-    # An operand of three dimensions has the groups as its first, ``e``. In one of two dimensions they lie
-    # behind each other, in the dimension that ``grouped`` names below.
+    # An operand of three dimensions has the groups as its first, ``e``. In an operand of two dimensions, groups follow
+    # each other in the dimension that ``grouped`` names below.
     words = {(3, 3): "eik ekj eij", (2, 3): "ik ekj ij", (3, 2): "eik kj ij", (2, 2): "ik kj eij"}
     first, second, out = words[len(x.shape), len(y.shape)].split()
     letters = _letters(call, (first, second), (x.shape, y.shape), out)

@@ -20,13 +20,13 @@ def reduced_dims(call: RuleBuilder, rank: int) -> frozenset[int]:
 
 
 def _reduction(call: RuleBuilder, kind: Kind) -> Rule:
-    # ``kept`` is for outputs without the reduced dimensions, ``in_place`` for those that keep them with size 1.
+    # ``kept`` is for outputs without the reduced dimensions, ``keepdim`` for those that keep them with size 1.
     shape = call.inputs[0].shape
     gone = reduced_dims(call, len(shape))
     dims = tuple(call.factor(n, kind if d in gone else Kind.PASS) for d, n in enumerate(shape))
     kept = [dims[d] for d in range(len(shape)) if d not in gone]
-    in_place = [() if d in gone else factors for d, factors in enumerate(dims)]
-    outputs = [tuple(in_place if len(o.shape) == len(shape) else kept) for o in call.outputs]
+    keepdim = [() if d in gone else factors for d, factors in enumerate(dims)]
+    outputs = [tuple(keepdim if len(o.shape) == len(shape) else kept) for o in call.outputs]
     return call.rule([dims], outputs)
 
 
@@ -63,13 +63,13 @@ def along(whole: Callable[[RuleBuilder, int], Collection[int]]) -> Callable[[Rul
     """Return the formula of ops from one tensor to another of the same rank.
 
     Args:
-        whole: the dimensions that must be whole, of a call and the rank.
+        whole: from a call and the rank to the dimensions that must be whole.
     """
 
     def formula(call: RuleBuilder) -> Rule:
-        shape, made = call.inputs[0].shape, call.outputs[0].shape
+        shape, out_shape = call.inputs[0].shape, call.outputs[0].shape
         dims = blocked_at(call, shape, whole(call, len(shape)))
-        return call.rule([dims], [call.of_length(dims, shape, made)])
+        return call.rule([dims], [call.of_length(dims, shape, out_shape)])
 
     return formula
 
@@ -85,7 +85,7 @@ register("_fft_c2c", "_fft_r2c", "_fft_c2r")(along(reduced_dims))
     unsafe_split_with_sizes"""
 )
 def along_a_dimension(call: RuleBuilder) -> Rule:
-    """All tensors have the same dimensions, but for the one that is worked along: it may be shorter, or missing."""
+    """All tensors have the same dimensions, but for the one that the op works along: it may be shorter, or missing."""
     shape = max((tuple(t.shape) for t in (*call.inputs, *call.outputs)), key=len)
     dim = call["dim"] % max(len(shape), 1)
     dims = blocked_at(call, shape, [dim])
@@ -96,7 +96,7 @@ def along_a_dimension(call: RuleBuilder) -> Rule:
             return call.of_length(dims, shape, t.shape)
         if tuple(t.shape) == others:
             return (*dims[:dim], *dims[dim + 1 :])
-        return call.blocked(t.shape)  # empty, of one dimension, which ``cat`` leaves out
+        return call.blocked(t.shape)  # an empty tensor of one dimension, which ``cat`` ignores
 
     outputs = [dims_of(o) for o in call.outputs]
     if "input_sizes" in call.arguments:

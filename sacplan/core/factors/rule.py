@@ -1,7 +1,7 @@
 """Factor rules: what a rule says, and the table of formulas that make them.
 
 A formula is a small function of one call's shapes and arguments, registered by the names of ops, in the way of
-``torch.utils.flop_counter``. An op without one must see whole tensors.
+``torch.utils.flop_counter``. An op without a formula must see whole tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Kind(enum.Enum):
     """How a factor shows in one output of an op, and how the results of slices make the whole output."""
 
     PASS = "pass"
-    """The output has the factor, and is sliced with the inputs; or it does not depend on it, and any slice gives it."""
+    """The output is sliced with the inputs; or it does not depend on the factor, and any slice gives all of it."""
     SUM = "sum"
     """The results of slices are added."""
     MAX = "max"
@@ -52,7 +52,7 @@ class Resized(NamedTuple):
 
     Attributes:
         argument: its position.
-        position: within it, if it is a list.
+        position: within the list, if the argument is one.
         factors: the argument is their product, or a multiple of it.
     """
 
@@ -170,21 +170,21 @@ def register(*names: str) -> Callable[[FormulaT], FormulaT]:
 def register_both_ways(
     there: str, back: str
 ) -> Callable[[Callable[[RuleBuilder, Any, Any], tuple[Dims, Dims]]], None]:
-    """Register a formula for ops that make one tensor of another, and for those that go back: their gradients.
+    """Register a formula for ops from one tensor to another (``there``), and for their gradients (``back``).
 
-    It gets the call, the one tensor and the other, and returns the factors of both.
+    A formula gets the call, input and output of the forward op (or their gradients), and returns their factors.
     """
 
     def add(formula: Callable[[RuleBuilder, Any, Any], tuple[Dims, Dims]]) -> None:
         def forward(call: RuleBuilder) -> Rule:
-            dims, made = formula(call, call.inputs[0], call.outputs[0])
-            return call.rule([dims], [made])
+            dims, out_dims = formula(call, call.inputs[0], call.outputs[0])
+            return call.rule([dims], [out_dims])
 
         def backward(call: RuleBuilder) -> Rule:
-            dims, made = formula(call, call.outputs[0], call.inputs[0])
+            dims, out_dims = formula(call, call.outputs[0], call.inputs[0])
             if "input_sizes" in call.arguments:
                 call.resize_all("input_sizes", dims)
-            return call.rule([made], [dims])
+            return call.rule([out_dims], [dims])
 
         register(there)(forward)
         register(back)(backward)
@@ -199,16 +199,16 @@ def formula_of(func: torch._ops.OpOverload) -> Formula | None:
     An in-place op (``relu_``) has the formula of the op without the underscore. An op that PyTorch tags as pointwise
     needs none of its own. Ops of other namespaces and with ``out=`` have none.
     """
-    # Of another library nothing is known. With ``out=`` a slice would write into memory of the whole.
+    # Nothing is known of ops of other libraries. With ``out=`` a slice would write into memory of the whole.
     if func.namespace not in ("aten", "prims") or any(a.is_out for a in func._schema.arguments):
         return None
     name = func._schema.name.partition("::")[2]
     plain = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-    # The overload goes before the op (``max.dim`` and ``max`` mean different things), the exact name before that
+    # The overload goes before the op (``max.dim`` and ``max`` mean different things), the exact name before the name
     # without the underscore, and any formula of our own before the tag: pointwise ops may have arguments that matter.
-    for found in (f"{name}.{func._overloadname}", name, f"{plain}.{func._overloadname}", plain):
-        if found in _FORMULAS:
-            return _FORMULAS[found]
+    for key in (f"{name}.{func._overloadname}", name, f"{plain}.{func._overloadname}", plain):
+        if key in _FORMULAS:
+            return _FORMULAS[key]
     return _FORMULAS["pointwise"] if torch.Tag.pointwise in func.tags else None
 
 

@@ -47,10 +47,10 @@ def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int]
         first_i, first_j = i, j
         i, j = i + 1, j + 1
         # Whichever shape has fewer elements in the run takes its next dimension.
-        while (many := math.prod(before[d] for d in left[first_i:i])) != (
-            others := math.prod(after[d] for d in right[first_j:j])
+        while (n_left := math.prod(before[d] for d in left[first_i:i])) != (
+            n_right := math.prod(after[d] for d in right[first_j:j])
         ):
-            if many < others:
+            if n_left < n_right:
                 i += 1
             else:
                 j += 1
@@ -63,10 +63,10 @@ def _view(call: RuleBuilder) -> Rule | None:
     """Sizes split into the factors that both shapes share; where they share none, dimensions must be whole."""
     before, after = call.inputs[0].shape, call.outputs[0].shape
     if math.prod(before) != math.prod(after):
-        return None  # what a damaged recording may say
+        return None  # only in a damaged recording
     if math.prod(before) == 0:
         return call.rule([call.blocked(before)], [call.blocked(after)])
-    # Only the runs without common factors are blocked: the others of the same view may still be sliced.
+    # Only runs without common factors are blocked: other runs of the same view may still be sliced.
     dims: list[Factors] = [()] * len(before)
     new_dims: list[Factors] = [()] * len(after)
     for old, new in _groups(before, after):
@@ -147,8 +147,8 @@ def _unsqueeze(call: RuleBuilder) -> Rule:
 
 @register("squeeze", "squeeze_copy")
 def _squeeze(call: RuleBuilder) -> Rule:
-    """Dimensions of size 1 go; of another that it would squeeze, no slice may have length 1."""
-    # A dimension that is named and has another size stays. A slice of it with length 1 would be squeezed away.
+    """Dimensions of size 1 go; others that ``dim`` names (all of them without ``dim``) must be whole."""
+    # A named dimension of another size stays, but a slice of it with length 1 would be squeezed away.
     shape = call.inputs[0].shape
     given = call.arguments.get("dim")
     given = range(len(shape)) if given is None else [given] if isinstance(given, int) else given

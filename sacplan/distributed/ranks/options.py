@@ -1,4 +1,4 @@
-"""The arguments of ``fully_shard`` beside the modules, as a value that files can hold.
+"""The arguments of ``fully_shard`` other than the modules, as a value that files can hold.
 
 options = FullyShardOptions.of(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), reshard_after_forward=2)
 
@@ -56,8 +56,7 @@ class MixedPrecision(Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         """Return the value of torch's policy; None for a policy that changes nothing.
 
         Raises:
-            TraceError: it is no ``MixedPrecisionPolicy``; or names a type that is no floating-point one, which
-                ``__post_init__`` refuses.
+            TraceError: ``policy`` is no ``MixedPrecisionPolicy``, or has a type that is no floating-point one.
         """
         if policy is None:
             return None
@@ -106,10 +105,10 @@ class CPUOffload(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
 
     @classmethod
     def of(cls, policy: Any) -> CPUOffload | None:
-        """Return the value of torch's policy; None for one that moves nothing.
+        """Return the value of torch's policy; None for a policy that moves nothing.
 
         Raises:
-            TraceError: it is no ``OffloadPolicy``.
+            TraceError: ``policy`` is no ``OffloadPolicy``.
         """
         if policy is None or isinstance(policy, cls):
             return policy
@@ -122,7 +121,7 @@ class CPUOffload(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
         return cls(policy.pin_memory) if isinstance(policy, CPUOffloadPolicy) else None
 
     def __str__(self) -> str:
-        """Return it as it is written in a call."""
+        """Return the policy as it is written in a call."""
         return f"CPUOffloadPolicy({'' if self.pin_memory else 'pin_memory=False'})"
 
 
@@ -131,8 +130,8 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
     Attributes:
         mp_policy: types of gathered parameters, of gradients while they are reduced, and of outputs.
-        reshard_after_forward: whether a unit frees its parameters after its forward. An int: it keeps the shards of
-            that many ranks. None: all units but the outermost ones free them.
+        reshard_after_forward: whether a unit frees its parameters after its forward. An int: it keeps them sharded
+            over that many ranks. None: all units but the outermost ones free them.
         replicas: how many groups of ranks hold the same shards (HSDP); 1: parameters are sharded over all ranks.
         offload_policy: whether shards lie in the memory of the host; None: on the device.
         ignored_params: names of parameters that each rank holds whole, on the device. Their gradients are not reduced.
@@ -163,7 +162,7 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
                 f"reshard_after_forward is {reshard_after_forward!r}; give True, False, None, or the number of ranks "
                 "that the parameters stay spread over after the forward."
             )
-        # An int of 1 is False to fully_shard, and 1 == True in Python, so that it must not be stored as it is.
+        # An int of 1 is False to fully_shard, but equals True in Python, so False is stored.
         if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
             reshard_after_forward = False if reshard_after_forward == 1 else reshard_after_forward
         return cls(
@@ -178,7 +177,7 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
         """Return the arguments of ``fully_shard`` for the modules of a model.
 
         Raises:
-            TraceError: ``ignored_params`` names none of the model's.
+            TraceError: ``ignored_params`` has names of no parameters of the model.
         """
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -197,7 +196,7 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
     @property
     def communicators(self) -> int:
-        """The number of NCCL communicators of a rank: for the shards, the replicas, and the shards after a forward."""
+        """The number of NCCL communicators of a rank: for shards, replicas, and shards over fewer ranks."""
         of_fewer = self.reshard_after_forward is not None and not isinstance(self.reshard_after_forward, bool)
         return 1 + (self.replicas > 1) + of_fewer
 
@@ -221,7 +220,7 @@ class FullyShardOptions(Struct, frozen=True, omit_defaults=True, forbid_unknown_
             )
 
     def __str__(self) -> str:
-        """Return what is not at its default, as it is written in a call; empty if nothing is."""
+        """Return the arguments that are not at their defaults, as written in a call; empty if there are none."""
         parts = [] if self.mp_policy is None else [f"mp_policy={self.mp_policy}"]
         if self.reshard_after_forward is not None:
             parts.append(f"reshard_after_forward={self.reshard_after_forward}")

@@ -35,7 +35,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         world_size: ranks that have different parts of a batch; 1: there is one device, or tensors alone are spread.
         fsdp_units: for FSDP2, patterns for the modules on which ``fully_shard`` is called (see ``resolve_units``); the
-            batch is that of one rank. None with several ranks and no sharding: DDP.
+            batch is that of one rank. None with several ranks: DDP.
         sharding: for a plan on a mesh, which ``sacplan.apply`` carries out by PyTorch's calls; its axes for data have
             ``world_size`` ranks. None: the user makes these calls.
         fully_shard: for FSDP2, the other arguments of ``fully_shard``; absent where they are the defaults.
@@ -53,13 +53,13 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
                 f"{self.fully_shard} is given without the modules that fully_shard is called on: name them, as in "
                 'FSDP2(8, ["layers.*", ""]).'
             )
-        # 1: what the axes for data do is not a part of it.
+        # With 1, the axes for data are left out of the step.
         if self.sharding is not None and self.world_size not in (1, self.sharding.data.size):
             raise TraceError(
                 f"world_size is {self.world_size}, and the axes for data of mesh {self.sharding.mesh} have "
                 f"{self.sharding.data.size} ranks."
             )
-        # No units with several ranks is valid: DDP.
+        # Several ranks without units are valid: DDP.
         if self.world_size == 1 and self.fsdp_units is not None:
             raise TraceError(
                 "FSDP2 of 1 rank: nothing is sharded. Say over how many ranks fully_shard shards, FSDP2(8)."
@@ -85,21 +85,21 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def on_mesh(cls, sharding: Sharding, fsdp_units: Sequence[str] | None) -> Ranks:
-        """Return the ranks of a mesh, with ``fully_shard`` on these modules, or None: replicas."""
+        """Return the ranks of a mesh, with ``fully_shard`` on these modules; None: replicas."""
         data = sharding.data.ranks
         # Of two axes for data, ``fully_shard`` replicates over the first (``HSDPMeshInfo`` in ``_fsdp_init.py``).
         replicas = data[0] if fsdp_units is not None and len(data) > 1 else 1
-        made = cls.of(math.prod(data), fsdp_units, FullyShardOptions.of(None, None, replicas, None, ()))
-        return structs.replace(made, sharding=sharding)
+        ranks = cls.of(math.prod(data), fsdp_units, FullyShardOptions.of(None, None, replicas, None, ()))
+        return structs.replace(ranks, sharding=sharding)
 
     @property
     def devices(self) -> int:
-        """The number of all ranks, those that share a part of a batch among them."""
+        """The number of all ranks, including those that share a part of a batch."""
         return self.world_size if self.sharding is None else self.sharding.mesh.size
 
     @property
     def options(self) -> FullyShardOptions:
-        """The arguments of ``fully_shard`` beside the modules."""
+        """The arguments of ``fully_shard`` other than the modules."""
         return DEFAULTS if self.fully_shard is UNSET else self.fully_shard
 
     @property
@@ -153,7 +153,7 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """The assumptions behind the step of a rank, a sentence each."""
+        """The assumptions about the step of a rank, a sentence each."""
         tensors = ""
         if self.sharding is not None and self.sharding.styles:
             axis, size = self.sharding.mesh.axes[-1]
@@ -186,8 +186,8 @@ class FSDP2:
         sacplan.plan(profile, "22GiB", ranks=sacplan.FSDP2(8))
         sacplan.FSDP2({"replicate": 2, "shard": 4}, ["layers.*", ""], mp_policy=MixedPrecisionPolicy(torch.bfloat16))
 
-    The model is the whole one, before ``fully_shard``; the batch is that of one rank. What is wrong is an error of the
-    function that it is given to.
+    The model is the whole one, before ``fully_shard``; the batch is that of one rank. Wrong values raise an error where
+    ``ranks`` is given.
 
     Attributes:
         mesh: how many ranks, or the mesh of ``fully_shard``: a ``DeviceMesh`` of one or two axes, or its sizes by name.
@@ -207,7 +207,7 @@ class FSDP2:
     ignored_params: Iterable[nn.Parameter] = ()
 
     def of(self, parameters: Iterable[str], model: nn.Module | None) -> Ranks:
-        """Return them checked, for a model with parameters of these names.
+        """Return checked ranks, for a model with parameters of these names.
 
         Raises:
             TraceError: an argument that ``fully_shard`` does not take, or some that do not go together.
@@ -243,15 +243,15 @@ AnyRanks: TypeAlias = FSDP2 | DDP | Ranks
 
 
 def ranks_of(asked: Any, parameters: Iterable[str], model: nn.Module | None) -> Ranks:
-    """Return what a user has given for ``ranks=``, checked.
+    """Return checked ranks from what a user has given for ``ranks=``.
 
     Args:
         asked: an ``FSDP2`` or a ``DDP``, or the ranks of a plan or a profile.
-        parameters: names of the model's.
-        model: None if it is not there.
+        parameters: names of the model's parameters.
+        model: None for a profile from a file.
 
     Raises:
-        TraceError: it is none of these, or does not fit the model.
+        TraceError: ``asked`` is none of these, or does not fit the model.
     """
     if isinstance(asked, Ranks):
         return asked
@@ -265,7 +265,7 @@ def ranks_of(asked: Any, parameters: Iterable[str], model: nn.Module | None) -> 
 
 
 def names_of(parameters: Iterable[nn.Parameter], model: nn.Module | None) -> tuple[str, ...]:
-    """Return the names of parameters, in the order of the model; that of a tied one is its first."""
+    """Return the names of parameters, in the order of the model; of a tied one, its first name."""
     wanted = {id(p) for p in parameters}
     if not wanted:
         return ()
@@ -289,14 +289,14 @@ def layers_of(parameters: Iterable[str]) -> tuple[str, ...]:
     for name in parameters:
         parts = name.split(".")
         at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
-        # ``*`` alone would match all modules.
+        # Layers of the model itself are listed: ``*`` alone would match all modules.
         if at is not None:
             found.append(".".join([*parts[:at], "*"]) if at else parts[0])
     return (*dict.fromkeys(found), "")
 
 
 def _mesh_shape(mesh: Any) -> tuple[int, ...]:
-    """Return the ranks of the axes of a ``DeviceMesh``, or of sizes by name: the last one is that of the shards."""
+    """Return the sizes of the axes of a ``DeviceMesh``, or of a mapping by name; the last one is for shards."""
     shape = tuple(mesh.values() if isinstance(mesh, Mapping) else getattr(mesh, "shape", ()))
     if len(shape) not in (1, 2) or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
         raise TraceError(
@@ -313,10 +313,10 @@ ONE_RANK = Ranks()
 def units_of(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     """Return the modules that patterns name, in the order of ``named_modules()``; ``""`` is the model itself.
 
-    Containers without a forward, such as a ``ModuleList``, are none: their modules are meant.
+    Containers without a forward, such as a ``ModuleList``, are no units: patterns for them mean their modules.
 
     Raises:
-        TraceError: a pattern that matches nothing; it lists near names.
+        TraceError: a pattern matches nothing; the message lists near names.
     """
     if isinstance(patterns, str) or not patterns:
         raise TraceError(

@@ -1,8 +1,8 @@
 """The modules that may be units of a plan where parameters are gathered and freed (``fully_shard``).
 
 A recipe that reads a parameter can run only while the unit of ``fully_shard`` that holds it is gathered: in the
-forward and in the backward of that unit. So a plan's unit must not be around several of them, and what one
-discards must not be asked for outside of it.
+forward and in the backward of that unit. So a unit of a plan must not be around several such units, and what it
+discards must not be asked for outside of the one that it is in.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _COPY_OUT = "fsdp.split_with_sizes_copy.default"
 
 @derived
 def gathering_ops(program: Program) -> frozenset[int]:
-    """Return the forward ops with which units gather parameters: modules around a unit run them, and not its own."""
+    """Return the forward ops with which units gather parameters: modules around a unit run them, not the unit."""
     found = set[int]()
     for end, op in enumerate(program.ops):
         if op.name != _COPY_OUT or op.phase != Phase.FORWARD:
             continue
-        # Back from the copy into the gathered parameters, as far as ops deal with these, and with the buffer.
+        # Back from the copy into the gathered parameters, as long as ops deal only with these and with the buffer.
         own = {*op.reads, *op.mutates}
         at = end
         while at >= 0 and _is_about(program, program.ops[at], own):
@@ -42,7 +42,7 @@ def _is_about(program: Program, op: Op, storages: Collection[int]) -> bool:
 
 
 def too_wide(program: Program) -> frozenset[str]:
-    """Return the modules that may not be units, since modules inside of them gather parameters of their own."""
+    """Return the modules that must not be units, since modules inside of them gather parameters of their own."""
     return frozenset(
         program.scopes[scope].fqn
         for fqn in program.gathering
@@ -52,8 +52,8 @@ def too_wide(program: Program) -> frozenset[str]:
 
 
 def why_no_units(program: Program, units: Iterable[str]) -> str:
-    """Return which of these modules is around several that ``fully_shard`` gathers one by one; empty if none is."""
-    # It may free the parameters of a module after its forward, so such a unit could not run their ops again.
+    """Return a message about a unit around modules that ``fully_shard`` gathers one by one; ``""`` if none is."""
+    # ``fully_shard`` may free their parameters after their forward, so the unit could not run their ops again.
     wide = sorted(too_wide(program).intersection(units))
     if not wide:
         return ""
@@ -66,9 +66,9 @@ def why_no_units(program: Program, units: Iterable[str]) -> str:
 def narrowed(
     program: Program, decisions: Mapping[str, Mapping[CallSite, int]]
 ) -> dict[str, dict[CallSite, int]]:
-    """Return decisions in which no unit is too wide: the units inside of one discard what it would have discarded.
+    """Return decisions in which no unit is too wide: the units inside of a wide one discard what it would have.
 
-    Others come back as they are.
+    Decisions of other units stay the same.
     """
     wide = too_wide(program)
     # Nothing to narrow.
@@ -79,8 +79,7 @@ def narrowed(
     inner: dict[str, dict[CallSite, int]] = defaultdict(dict)
     for unit in wide.intersection(decisions):
         times = decisions[unit]
-        # Decisions name the call sites of the wide unit. In the units inside of it the same ops have other
-        # sites.
+        # Sites are of the wide unit: the same ops have other sites in the units inside of it.
         gone = {
             op: times[site]
             for call in program.calls[unit]
@@ -100,10 +99,10 @@ def narrowed(
 
 
 def kept_at_limits(program: Program) -> Program:
-    """Return the program with ops marked that may not run again where modules gather and free parameters.
+    """Return the program with ops marked that must not run again where modules gather and free parameters.
 
     These are the ops outside of all modules that may be units, and those whose outputs are read or kept by
-    autograd outside of the widest one around them.
+    autograd outside of the widest such module around the op.
     """
     wide = too_wide(program)
     if not wide:
@@ -118,18 +117,18 @@ def kept_at_limits(program: Program) -> Program:
     for s, scope in zip(program.handle_storages, program.liveness.handle_scopes, strict=True):
         places[s].add(calls[scope])
 
-    def may(scope: int, writes: Iterable[int]) -> bool:
+    def may_run_again(scope: int, writes: Iterable[int]) -> bool:
         unit = calls[scope]
-        # Outside of all units there is no unit that could run it again. And if an output is wanted in another
-        # unit's pass, the op would have to run while its own unit is sharded.
+        # Outside of all units nothing could run the op again. If an output is wanted in another unit's pass, the op
+        # would have to run while its own unit is sharded.
         return unit != ROOT_SCOPE and all(places[s] <= {unit} for s in writes)
 
     ops = [
         msgspec.structs.replace(op, recomputable=False)
-        if op.recomputable and not may(op.scope, op.writes)
+        if op.recomputable and not may_run_again(op.scope, op.writes)
         else op
         for op in program.ops
     ]
-    # ``final_ops``: nor may ops run again that write in place on the outputs of those.
+    # ``final_ops`` does the same for ops that write in place on outputs of the marked ones.
     limited = msgspec.structs.replace(program, ops=tuple(ops))
     return msgspec.structs.replace(limited, ops=final_ops(limited))

@@ -6,13 +6,13 @@
 A collective takes a latency for each of its steps and a time for what each rank sends (alpha and beta), by the
 algorithms of NCCL (``src/graph/tuning.cc``), the faster one where it has two:
 
-- all-gather, reduce-scatter: ring; where each rank is in a node of its own also by halves (PAT), in log2(ranks) steps.
+- all-gather, reduce-scatter: ring; where each rank is in a node of its own, also PAT, in log2(ranks) steps.
 - all-reduce: ring (a reduce-scatter and an all-gather), or a tree: a chain in each node, a binary tree of
   nodes, up and down at 90 % of the bandwidth.
-- broadcast: ring. All-to-all: each rank sends to each other in turn.
+- broadcast: ring. All-to-all: each rank sends to each of the others in turn.
 
 A ring that goes through several nodes has an adapter for each of its ranks in a node, and is as fast as these
-together, or as the links inside are.
+adapters together, but no faster than the links inside a node.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def sent(kind: Collective, n: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Times of collectives on a mesh of such devices.
+    """Times of collectives on a mesh of equal devices.
 
     Attributes:
         mesh: the ranks; nodes are filled in their order, ``spec.ranks_per_node`` each.
-        spec: the device of a rank; its links.
+        spec: the device of a rank, with its links.
     """
 
     mesh: Mesh
     spec: DeviceSpec
 
     def nodes(self, axis: int) -> tuple[int, int]:
-        """Return how many nodes the ranks of one group of an axis span, and how many of them share one."""
+        """Return how many nodes the ranks of one group of an axis span, and how many ranks share a node."""
         n = self.mesh.ranks[axis]
         # Ranks of a group are ``stride`` apart, so this many of them are in one node.
         inside = max(1, min(n, self.spec.ranks_per_node // self.mesh.stride(axis)))
@@ -96,15 +96,15 @@ class Costs:
         around = (nodes - 1) * outer.latency_s + (n - nodes) * inner.latency_s
         seconds = n_bytes * sent(kind, n) / link.bandwidth_bytes_per_s
         if kind in ("all_gather", "reduce_scatter"):
-            # PAT is used by NCCL with one rank in a node only.
+            # NCCL uses PAT only with one rank in a node.
             steps = (n - 1).bit_length() * outer.latency_s if inside == 1 else around
             time_s = min(around, steps) + seconds
         elif kind == "all_reduce":
-            # A ring sends 2 (n - 1) / n of the buffer in 2 (n - 1) steps; a tree sends 2 in as many steps as
-            # it is deep, up and down.
-            deep = (inside - 1) * inner.latency_s + (nodes - 1).bit_length() * outer.latency_s
+            # A ring sends 2 (n - 1) / n of the buffer in 2 (n - 1) steps; a tree sends the buffer up and down, each
+            # time in as many steps as it is deep.
+            depth = (inside - 1) * inner.latency_s + (nodes - 1).bit_length() * outer.latency_s
             tree = 2 * n_bytes / (TREE_BANDWIDTH * link.bandwidth_bytes_per_s)
-            time_s = min(2 * around + seconds, 2 * deep + tree)
+            time_s = min(2 * around + seconds, 2 * depth + tree)
         elif kind == "broadcast":
             time_s = around + seconds
         elif kind == "all_to_all":

@@ -56,12 +56,12 @@ class Trace(NamedTuple):
 
     def logical(self, t: torch.Tensor) -> torch.Size:
         """Return the shape in which the first op that is no view reads a tensor, or the last one has made it."""
-        made = {id(o): op for op in self.ops for o in op.outputs}
-        # Back to what the views show, if an op has made it.
-        while id(t) in made and is_alias(str(made[id(t)].func)):
-            t = made[id(t)].inputs[0]
-        # Made by an op that computes: its own shape is the one that counts.
-        if id(t) in made:
+        maker = {id(o): op for op in self.ops for o in op.outputs}
+        # Back through views to their base.
+        while id(t) in maker and is_alias(str(maker[id(t)].func)):
+            t = maker[id(t)].inputs[0]
+        # The base is made by an op that computes, whose output has the logical shape.
+        if id(t) in maker:
             return t.shape
         return self._read(t)
 
@@ -77,7 +77,7 @@ class AxisForm:
     """The placements of all tensors of a trace on one axis.
 
     Attributes:
-        places: by the tensor's ``id``.
+        places: placements, by the tensor's ``id``.
         taken: the strategy of each op.
     """
 
@@ -95,7 +95,7 @@ def forms(trace: Trace, ranks: int, nested: Sequence[int] = ()) -> list[AxisForm
     Args:
         trace: of the ops.
         ranks: of the axis.
-        nested: further ``outer`` at which what the ops are given may be cut.
+        nested: further values of ``outer`` at which leaves may be cut.
 
     Raises:
         PlanError: there are thousands.
@@ -104,7 +104,7 @@ def forms(trace: Trace, ranks: int, nested: Sequence[int] = ()) -> list[AxisForm
     found = [AxisForm({})]
     for op in trace.ops:
         found = [longer for form in found for longer in _with(op, form, options, ranks)]
-        # Forms multiply with each op. A module of many ops is for the search, not for a list.
+        # Forms multiply with each op: those of a module of many ops are too many for a list.
         if len(found) > _MOST_FORMS:
             raise PlanError(
                 f"there are more than {_MOST_FORMS} ways to place {len(trace.leaves)} tensors at {op.func}; "
@@ -127,11 +127,11 @@ def _with(op: Call, form: AxisForm, options: Mapping[int, list[Placement]], rank
     written = {id(op.inputs[i]) for i in op.written}
     for strategy in axis_strategies(op, ranks, available):
         places = dict(form.places)
-        for t, placement, may in zip(op.inputs, strategy.inputs, available, strict=True):
-            # A bias that is added to summands is the only leaf that may be one.
+        for t, placement, allowed in zip(op.inputs, strategy.inputs, available, strict=True):
+            # A bias that is added to summands is the only leaf that may be partial.
             is_bias = placement.is_partial and id(t) in options and id(t) not in form.places and strategy.cut
             # Something would have to move between ops: this is no form.
-            if (placement not in may and not is_bias) or places.setdefault(id(t), placement) != placement:
+            if (placement not in allowed and not is_bias) or places.setdefault(id(t), placement) != placement:
                 break
         else:
             for t, placement in zip(op.outputs, strategy.outputs, strict=True):

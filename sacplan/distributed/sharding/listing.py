@@ -2,8 +2,8 @@
 
 The strategies of a matrix product have the names of ColossalAI: of the output, the input and the weight.
 ``S0S1 = S0R x RS1_2`` has the rows of input and output cut on axis 0 of the mesh, in their physical dimension 2, and
-the columns of weight and output on axis 1. ``R`` is not cut. On several axes, rows that are cut in two dimensions, or
-while another axis does nothing, have no name there: they are called by their layouts.
+the columns of weight and output on axis 1. ``R`` is not cut. On several axes, ColossalAI has no name for rows that are
+cut in two dimensions, or while another axis does nothing: such strategies are called by their layouts.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ def product_name(x: Placements, weight: Placements, rank: int, out_dim: int) -> 
     """Return the name of the strategy of a product of ``x`` (..., in) and a weight; None if it has none.
 
     Args:
-        x: of the input.
-        weight: of the weight.
+        x: placements of the input.
+        weight: placements of the weight.
         rank: number of dimensions of the input; the last one is summed over.
         out_dim: the dimension of the weight that the output has: 0 for (out, in), 1 for (in, out).
     """
     rows: list[tuple[int, int]] = []
     columns, summed, idle = [], [], 0
     for axis, (p, w) in enumerate(zip(x, weight, strict=True)):
-        # Each axis does one of four things: it cuts rows, the sum, columns, or nothing. Anything else has no
-        # name.
+        # In a strategy with a name, each axis cuts rows, the summed dimension, columns, or nothing.
         if p.is_cut and p.dim < rank - 1 and not w.is_cut:
             rows.append((axis, p.dim))
         elif p.is_cut and w.is_cut and w.dim != out_dim:
@@ -58,7 +57,7 @@ def product_name(x: Placements, weight: Placements, rank: int, out_dim: int) -> 
         else:
             idle += 1
     dims = {dim for _, dim in rows}
-    # Rows in two dimensions, or beside an idle axis: ColossalAI does not list these.
+    # ColossalAI does not list rows that are cut in two dimensions, or while another axis is idle.
     if len(dims) > 1 or (rows and idle):
         return None
     m, n, k = _axes([axis for axis, _ in rows]), _axes(columns), _axes(summed)
@@ -74,7 +73,7 @@ class Operand:
     """A tensor that an op is given, or returns.
 
     Attributes:
-        name: of the argument or the parameter, ``"output"`` of what is returned.
+        name: of the argument or the parameter; ``"output"`` for what is returned.
         role: ``"argument"``, ``"parameter"``, ``"buffer"`` or ``"output"``.
         physical: its shape.
         logical: the shape in which it is computed with: of a Linear, those of two matrices and their product.
@@ -98,7 +97,7 @@ class Communication:
     """The communication of a strategy: partial tensors are all-reduced.
 
     Attributes:
-        bytes: that each rank sends.
+        bytes: the bytes that each rank sends.
         ms: how long it takes; None without a device.
     """
 
@@ -112,7 +111,7 @@ class Strategy:
 
     Attributes:
         name: that of ColossalAI where it has one: ``"S0S1 = S0R x RS1_0"``; else the layouts of operands.
-        operands: what it is given, then what it returns.
+        operands: the tensors that it is given, then those that it returns.
         flops: of the forward pass on each rank.
         forward: all-reduces of outputs that are partial, and those inside of ops.
         backward: all-reduces of gradients: of tensors that are replicated on an axis that cuts others.
@@ -209,13 +208,13 @@ def strategies(
         tensors: what it is called with: a tensor, a tuple of arguments, or a mapping of keyword arguments. Meta
             tensors will do.
         mesh: number of ranks by name of the axis, the slowest link first: ``{"dp": 2, "tp": 4}``. A number is one axis.
-        device: name or spec whose links times are of. Without it, there are bytes alone.
+        device: name or spec of the device whose links give the times; None: bytes alone.
 
     Returns:
         The strategies in order, the first one with everything replicated.
 
     Raises:
-        PlanError: the mesh is none, or there are thousands of ways.
+        PlanError: ``mesh`` is no mesh, or there are thousands of ways.
         TraceError: the batch holds no tensor, or the module cannot be copied.
     """
     ranks = Mesh.of(mesh)
@@ -274,7 +273,7 @@ def _state(module: torch.nn.Module) -> Iterator[Leaf]:
 
 
 def _all(trace: Trace, mesh: Mesh, spec: DeviceSpec | None) -> Iterator[Strategy]:
-    """Yield one strategy for each combination of forms that fits. Cuts of one dimension lie inside each other."""
+    """Yield one strategy for each combination of forms that fits. Several cuts of one dimension are nested."""
     listing = _Listing(trace, mesh, None if spec is None else Costs(mesh, spec))
     seen = set()
     for chosen in itertools.product(*(forms(trace, n, _nested(mesh, i)) for i, n in enumerate(mesh.ranks))):
@@ -287,7 +286,7 @@ def _all(trace: Trace, mesh: Mesh, spec: DeviceSpec | None) -> Iterator[Strategy
 
 
 def _nested(mesh: Mesh, axis: int) -> list[int]:
-    """Return the numbers of parts into which the axes before may have cut a dimension."""
+    """Return the numbers of parts into which the axes before this one may have cut a dimension."""
     before = mesh.ranks[:axis]
     # An axis of the mesh may be cut inside of any combination of the axes before it.
     return sorted(
@@ -368,14 +367,13 @@ class _Listing:
         return self._all_reduced(reduced)
 
     def _backward(self, chosen: Sequence[AxisForm]) -> Communication:
-        """Return the all-reduces of gradients: of replicated tensors that ranks read beside parts of others."""
+        """Return the all-reduces of gradients: of replicated tensors that ranks read with parts of others."""
         reduced = []
         for t, maker, readers in self._trained:
             (layout,) = zip(*(form.of([t]) for form in chosen), strict=True)
             for axis, (placement, form) in enumerate(zip(layout, chosen, strict=True)):
                 is_made_whole = maker is None or form.taken[maker].cut is None
-                # Each rank reads all of the tensor beside its part of something else, so that its gradient is a
-                # summand on each rank.
+                # Each rank reads the whole tensor with its part of another one: it has a summand of the gradient.
                 if placement.kind == "R" and is_made_whole and any(form.taken[i].cut for i in readers):
                     reduced.append((self._bytes(t, layout), axis))
         return self._all_reduced(reduced)
@@ -394,7 +392,7 @@ def _readers(trace: Trace, t: torch.Tensor) -> Iterator[int]:
     """Yield the ops that compute with a tensor or a view of it."""
     for i, op in enumerate(trace.ops):
         if any(other is t for other in op.inputs):
-            # A view is no reader: those who read the view are.
+            # A view is no reader: the ops that read the view are.
             if is_alias(str(op.func)):
                 for result in op.outputs:
                     yield from _readers(trace, result)
@@ -427,9 +425,9 @@ def _product(trace: Trace) -> tuple[int, int, int] | None:
     products = [
         op for op in trace.ops if op.func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
     ]
-    others = [op for op in trace.ops if not is_alias(str(op.func))]
-    # Names of ColossalAI are those of one product, with views around it.
-    if len(products) != 1 or len(others) != 1:
+    computing = [op for op in trace.ops if not is_alias(str(op.func))]
+    # ColossalAI names one product, with only views around it.
+    if len(products) != 1 or len(computing) != 1:
         return None
     x, of_x = _leaf_behind(trace, products[0].inputs[-2])
     weight, of_weight = _leaf_behind(trace, products[0].inputs[-1])
@@ -453,8 +451,8 @@ def _leaf_behind(trace: Trace, t: torch.Tensor) -> tuple[int | None, list[str]]:
     The caller checks that the ops are views.
     """
     through = []
-    made = {id(o): op for op in trace.ops for o in op.outputs}
-    while id(t) in made:
-        through.append(made[id(t)].func._schema.name.removeprefix("aten::"))
-        t = made[id(t)].inputs[0]
+    maker = {id(o): op for op in trace.ops for o in op.outputs}
+    while id(t) in maker:
+        through.append(maker[id(t)].func._schema.name.removeprefix("aten::"))
+        t = maker[id(t)].inputs[0]
     return next((i for i, leaf in enumerate(trace.leaves) if leaf.tensor is t), None), through

@@ -32,7 +32,7 @@ class Mesh(Struct, frozen=True, forbid_unknown_fields=True):
         """Return the mesh of ``{"dp": 2, "tp": 4}``, a ``Mesh``, or a number of ranks on one axis named ``"ranks"``.
 
         Raises:
-            PlanError: it is none of these.
+            PlanError: ``mesh`` is none of these.
         """
         if isinstance(mesh, Mesh):
             return mesh

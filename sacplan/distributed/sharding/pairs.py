@@ -1,6 +1,6 @@
 """Pairs of linear layers that tensor parallelism cuts by columns and by rows, found in the recorded forward pass.
 
-Behind columns (dimension 0 of the weight) each rank has a part of the features; rows (dimension 1) read such parts,
+After columns (dimension 0 of the weight) each rank has a part of the features; rows (dimension 1) read such parts,
 and their sum is whole. ``parallelize_module`` runs all that is between on the part of a rank. Shapes often fit where
 the result is wrong: a softmax over the features would be one over a part of them. So it has to be shown that each op
 between runs on parts and needs nothing of other ranks. The factor rules of the ops say that (``axis_strategies``):
@@ -9,11 +9,11 @@ between runs on parts and needs nothing of other ranks. The factor rules of the 
 2. An op that reads parts has to have a strategy with its inputs just as they are, that exchanges nothing and whose
    outputs are whole or cut. Otherwise the columns that its inputs come from are no columns.
 3. A linear layer whose input is cut along the dimension that it sums over is rows of the columns that these come from.
-4. Columns that end in no rows are none either. Then the rest is gone through again, until nothing changes.
+4. Columns that end in no rows are no columns. Then the rest is gone through again, until nothing changes.
 
 A norm between the two, such as one of queries and keys by heads, may have a whole weight: each rank has a summand of
-its gradient, which ``SequenceParallel`` adds up. Other parameters there have no style that would, nor have whole
-activations that depend on parameters: pairs around these are none.
+its gradient, which ``SequenceParallel`` adds up. No style does so for other parameters there, or for whole activations
+that depend on parameters: linear layers around these are no pairs.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def pairs_of(
     """
     # The recorder takes the storages of parameters before all others, in the order of ``named_parameters()``.
     storages = sorted(s for s in program.initial if program.storage_kinds[s] == StorageKind.PARAMETER)
-    # Paired by position alone.
+    # Paired by position, so there must be as many.
     if len(storages) != len(parameters):
         raise TraceError(
             f"the recording has {len(storages)} storages of parameters and the model {len(parameters)} parameters. "
@@ -110,7 +110,7 @@ class _Walk:
         self.found = Pairs()
 
     def is_settled(self) -> bool:
-        """Make one pass; return whether all candidates that it met have turned out to be columns."""
+        """Make one pass; return whether it has ruled out no candidate."""
         self.found, self._parts = Pairs(), dict[int, _Part]()
         self._wrong: set[str] = set()
         self._paired: set[str] = set()
@@ -150,17 +150,17 @@ class _Walk:
         if is_linear:
             self._end(op, module, parts, columns)
             return
-        made = self._outputs(op, [REPLICATED if part is None else part.placement for part in parts])
-        # A whole parameter that meets parts.
+        outputs = self._outputs(op, [REPLICATED if part is None else part.placement for part in parts])
+        # A whole parameter meets parts: only for norms a style adds up its gradient.
         if any(owner is not None for owner in owners):
             if self.kinds.get(module) != "Norm":
-                made = None
+                outputs = None
             first = next(part for part in parts if part is not None)
             self.found.norms[module] = first.placement.dim
-        if made is None or any(t and part is None for t, part in zip(trained, parts, strict=True)):
+        if outputs is None or any(t and part is None for t, part in zip(trained, parts, strict=True)):
             self._wrong |= columns
             return
-        for t, placement in zip(op.outputs, made, strict=True):
+        for t, placement in zip(op.outputs, outputs, strict=True):
             if placement.is_cut:
                 self._parts[t] = _Part(placement, columns)
 
@@ -178,7 +178,7 @@ class _Walk:
             self._wrong |= columns
 
     def _outputs(self, op: Op, have: list[Placement]) -> tuple[Placement, ...] | None:
-        """Return the placements of what an op makes of inputs that lie so; None if it needs other ranks."""
+        """Return the placements of an op's outputs, given its inputs'; None if the op needs other ranks."""
         tensors = [self.program.tensors[t] for t in (*op.inputs, *op.outputs)]
         shapes = tuple((t.shape, t.stride, t.dtype) for t in tensors)
         key = op.name, op.arguments, shapes, tuple(have)

@@ -1,8 +1,8 @@
 """Layouts: the placements of a tensor on the ranks of a mesh, one for each axis.
 
 A dimension that is cut is seen as (outer, ranks, inner), as slices in ``core/factors/axes.py`` are: each rank has one
-of the middle. ``outer`` is in units of the full tensor, so the placements on two axes do not depend on each other, even
-where both cut the same dimension. As in DTensor, only sizes that the ranks divide are cut.
+index of the middle. ``outer`` counts parts of the full tensor, so the placements on two axes do not depend on each
+other, even where both cut the same dimension. As in DTensor, only sizes that the ranks divide are cut.
 
 In messages: ``"R"`` replicated, ``"S1"`` cut along dimension 1, ``"S1/8"`` the same with an outer size of 8,
 ``"P"`` one summand on each rank; ``"Pavg"``, ``"Pmax"``, ``"Pmin"``. A layout has a comma between axes: ``"S0,R"``.
@@ -40,7 +40,7 @@ class Placement(NamedTuple):
 
     @property
     def is_partial(self) -> bool:
-        """Whether ranks have to reduce it first."""
+        """Whether ranks have to reduce their values to get the tensor."""
         return self.kind == "P"
 
 
@@ -76,12 +76,11 @@ def fits(shape: Sequence[int], layout: Placements, ranks: Sequence[int]) -> bool
             if not 0 <= placement.dim < len(shape) or shape[placement.dim] % (placement.outer * n):
                 return False
             cuts.setdefault(placement.dim, []).append((placement.outer, n))
-    # By outer size: each cut must begin at or inside of where the one before ends, or two ranks would have
-    # the same elements.
+    # By outer size: each cut must divide the parts of the cut before it, or two ranks would have the same elements.
     for among in cuts.values():
         end = 1
         for outer, n in sorted(among):
-            # This cut begins in the middle of a part of the one before.
+            # The parts of this cut would reach across parts of the cut before it.
             if outer % end:
                 return False
             end = outer * n

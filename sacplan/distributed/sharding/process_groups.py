@@ -1,6 +1,6 @@
 """Process groups: a device mesh over the ranks that run, and a fake group for ranks that do not.
 
-The latter is the private ``"fake"`` backend of ``torch.testing._internal.distributed.fake_pg``.
+The fake group is the private ``"fake"`` backend of ``torch.testing._internal.distributed.fake_pg``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def is_running() -> bool:
 
 
 def this_rank() -> str:
-    """Say which rank a step was recorded on."""
+    """Return in words which rank a step was recorded on."""
     return (
         f"rank {dist.get_rank()} of {dist.get_world_size()}, recorded as PyTorch runs it; what NCCL allocates for "
         "itself is not in the peak"
@@ -55,7 +55,7 @@ def device_mesh_of(device: str, ranks: Sequence[int], names: Sequence[str]) -> D
     return init_device_mesh(device, tuple(ranks), mesh_dim_names=tuple(names))
 
 
-_MOST_RANKS = 2**20  # a mesh lists them
+_MOST_RANKS = 2**20  # a mesh lists all of its ranks
 
 
 @checked(PlanError, "device")
@@ -63,7 +63,7 @@ _MOST_RANKS = 2**20  # a mesh lists them
 def ranks(
     world_size: int, rank: int = 0, device: str | DeviceSpec | torch.device = DEFAULT_DEVICE
 ) -> Iterator[None]:
-    """Let this process be one of many ranks, of which the others are not there.
+    """Let this process be one of many ranks, without the others.
 
         with sacplan.ranks(64, device="h100"):
             mesh = init_device_mesh("cuda", (8, 8), mesh_dim_names=("dp", "tp"))
@@ -72,15 +72,15 @@ def ranks(
                 fully_shard(layer, mesh=mesh["dp"])
             profile = sacplan.profile(model, batch, loss_fn, optimizer)
 
-    Inside, code that spreads a model over ranks runs as it is, and ``profile`` records the step of this rank: the model
+    Inside, code that spreads a model over ranks runs unchanged, and ``profile`` records this rank's step: the model
     is already sharded, and the batch is the one of this rank. The environment has the variables of ``torchrun``.
     Nothing is sent, so that values are not those of a real step: make the model on the meta device. Meshes are of CPUs
     here, whatever kind of device they are asked for.
 
     Args:
         world_size: the number of all ranks.
-        rank: the one that this process is. If ranks differ (stages of a pipeline, shards of uneven size),
-            record each, and take the one with the largest peak.
+        rank: that of this process. If ranks differ (stages of a pipeline, shards of uneven size), record each, and take
+            the one with the largest peak.
         device: what a rank runs on, the default of ``profile`` inside.
 
     Raises:
@@ -116,14 +116,14 @@ def ranks(
 def pretended_ranks(n: int, rank: int = 0) -> Iterator[None]:
     """Run inside of a fake process group, as one of its ranks, with meshes of CPUs. Nothing is sent.
 
-    One that is there is used as it is.
+    A process group that exists is used instead.
 
     Raises:
         PlanError: more ranks than a mesh can list.
     """
     if n > _MOST_RANKS:
         raise PlanError(f"{n} ranks: a mesh lists all of them, so that {_MOST_RANKS:,} are the most.")
-    # The group that is there is used, and must not be destroyed.
+    # A group that exists is used, and must not be destroyed.
     with on_one_rank():
         if is_running():
             yield

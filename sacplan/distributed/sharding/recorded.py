@@ -26,10 +26,10 @@ _KINDS: Mapping[str, Any] = {row["op"]: row["collective"] for row in _TABLE}
 
 @functools.cache
 def collective_named(op: str) -> Collective | None:
-    """Return the collective that an op is, by the name of its overload; None if it is none, or waits for one."""
-    room, _, name = op.partition(".")
-    # Collectives are in ``c10d`` and ``_c10d_functional``; endings are taken off.
-    if "c10d" not in room:
+    """Return the collective that an op is, by the name of its overload; None if the op is none, or waits for one."""
+    namespace, _, name = op.partition(".")
+    # Collectives are in ``c10d`` and ``_c10d_functional``; the table has names without endings.
+    if "c10d" not in namespace:
         return None
     return _KINDS.get(name.partition(".")[0].rstrip("_").removesuffix("_out").removesuffix("_coalesced"))
 

@@ -17,13 +17,13 @@ class Replicated(ParallelStyle):
     """Makes the parameters of a module DTensors that are whole on each rank.
 
     ``parallelize_module`` leaves modules without a style as they are. Then optimizers that step many parameters at once
-    (``foreach``, ``fused``) raise: they do not take plain tensors beside DTensors, nor DTensors of several meshes.
+    (``foreach``, ``fused``) raise: they do not take plain tensors with DTensors, nor DTensors of several meshes.
 
     Plain inputs are the same on all ranks, and make plain outputs. Inputs that are DTensors may be cut: outputs are
     then what DTensor makes of them.
 
     Attributes:
-        output_layouts: where the output is wanted, as a DTensor; None: as it is, and plain if it is whole.
+        output_layouts: the placement of the output, a DTensor; None: the output stays as computed, or plain if whole.
     """
 
     def __init__(self, *, output_layouts: Placement | None = None) -> None:

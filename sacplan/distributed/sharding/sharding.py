@@ -69,7 +69,7 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
         Args:
             model: whole on each rank.
             device_mesh: the ranks of ``mesh``.
-            source: the rank of the axis whose parameters the others get; None: each keeps its part of its own.
+            source: the rank of the axis whose parameters the others get; None: each rank cuts its own.
         """
         if not self.styles:
             return
@@ -104,7 +104,7 @@ class Sharding(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def axes_of(device_mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    """Return the mesh of some of the axes."""
+    """Return the submesh of the named axes."""
     return device_mesh[tuple(names) if len(names) > 1 else names[0]]
 
 
@@ -138,10 +138,10 @@ def _imports(text: str) -> Iterator[str]:
 
 
 def _parsed(text: str, pattern: str) -> ast.Expression:
-    """Return the expression that a style is, of calls of styles and placements on numbers and truth values alone.
+    """Return the expression of a style: a call whose arguments are placements, numbers and truth values.
 
     Raises:
-        PlanError: it is something else.
+        PlanError: the text is anything else.
     """
     known = (*_STYLES, *_OWN)
     try:
@@ -164,7 +164,7 @@ def _is_made_of(node: ast.expr, names: Sequence[str]) -> bool:
 
 
 def _made(style: ast.Expression) -> Any:
-    """Return what an expression that ``_parsed`` has let pass makes."""
+    """Return the style that an expression, checked by ``_parsed``, makes."""
     from torch.distributed import tensor
     from torch.distributed.tensor import parallel
 

@@ -25,9 +25,9 @@ class AxisStrategy:
     """How one call of an op runs on the ranks of one axis.
 
     Attributes:
-        inputs: of each tensor argument, in the order of ``Op.inputs`` (positions, then keywords, lists flattened).
-        outputs: of each tensor returned.
-        cut: what each rank has a part of; None where all ranks do the same, or each has a view of a summand.
+        inputs: placement of each tensor argument, in the order of positions, then keywords, lists flattened.
+        outputs: placement of each tensor returned.
+        cut: the factor of which each rank has a part; None where all ranks do the same, or view their summands.
         inside_bytes: of all that is all-reduced as a part of the call, as unsharded tensors: the total weight of a mean
             over labels, and what ranks that have parts of the classes tell each other. There are no other collectives.
     """
@@ -38,13 +38,13 @@ class AxisStrategy:
     inside_bytes: int = 0
 
 
-# Ops of one element each that draw for it, and have no rule.
+# Elementwise ops that draw numbers, for which ``rule_of`` has no rule.
 _DRAWING = aten_names(
     """bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ native_dropout normal_ rand_like randint_like
     randn_like random_ uniform_"""
 )
 
-# Where summands of a product are added to a bias, each rank gives one of the bias, too: its argument's name.
+# Products with a bias, by its argument: if ranks have summands of the product, they have summands of the bias.
 _ADDED = {"addmm": "self", "baddbmm": "self", "addmv": "self", "convolution": "bias"}
 
 _NONE, _MEAN = 0, 1  # at::Reduction
@@ -53,8 +53,8 @@ _NONE, _MEAN = 0, 1  # at::Reduction
 def _rule(call: Call) -> Rule | None:
     """Return the factor rule of a call, also where it draws random numbers: parts draw their own."""
     func = call.func
-    # ``rule_of`` has no rule for ops that draw, since slices of one device must not draw otherwise than the
-    # whole. Ranks may: each draws for its own part (``Grid.drawing``).
+    # ``rule_of`` has no rule for ops that draw, since slices on one device must draw the numbers of the whole. Ranks
+    # need not: each draws for its own part.
     rule = rule_of(func, call.args, call.kwargs, call.returned)
     if rule is None and func.namespace == "aten":
         formula = formula_of(func) if "dropout_p" in call.arguments else None
@@ -78,7 +78,7 @@ def axis_strategies(
 
     Returns:
         The first has all tensors replicated; then cuts, by factor; then views of what is partial. Arguments that
-        are written in place may have to be where they already are (see ``Call.written``), which is not looked at.
+        are written in place may have to keep their placements (see ``Call.written``), which is not checked.
     """
     found = [AxisStrategy((REPLICATED,) * len(call.inputs), (REPLICATED,) * len(call.outputs))]
     if "_backward" in call.name:
@@ -89,7 +89,7 @@ def axis_strategies(
             strategy = _along(rule, call, within)
             if strategy is not None and _is_offered(strategy, available):
                 found.append(strategy)
-    # Not of the bits as another type: the sum of those is not the sum's.
+    # Not for a view as another type: the sum of reinterpreted bits is not the reinterpreted sum.
     if is_alias(str(call.func)) and call.outputs[0].dtype == call.inputs[0].dtype:
         partial = [p for p in available[0] if p.is_partial]
         found.extend(AxisStrategy((p,), (p,) * len(call.outputs)) for p in partial)
@@ -139,7 +139,7 @@ def _along(rule: Rule, call: Call, within: FactorAxis) -> AxisStrategy | None:
     if classes is not None:
         of_classes, inside_bytes = classes
         return AxisStrategy(tuple(inputs), of_classes or tuple(outputs), within, inside_bytes)
-    # A product whose sum is cut, plus a bias: as it is, the bias would be added once for each rank.
+    # A product whose summed dimension is cut, plus a bias: a whole bias would be added once for each rank.
     added = _added(call, kinds, inputs)
     if added is not None:
         inputs[added], outputs[0] = PARTIAL, PARTIAL
@@ -170,7 +170,7 @@ def _along_classes(call: Call, within: FactorAxis, rule: Rule) -> tuple[tuple[Pl
     result. The logarithm of softmax needs one number of each row from each rank.
 
     Returns:
-        The placements of the outputs, none where they are cut with the inputs; and what is exchanged, in bytes.
+        The placements of the outputs, empty where they are cut with the inputs; and the bytes that are exchanged.
     """
     if call.name == "_log_softmax":
         x = call.inputs[0]
@@ -184,8 +184,8 @@ def _along_classes(call: Call, within: FactorAxis, rule: Rule) -> tuple[tuple[Pl
         return (PARTIAL,), 0
     if call.name not in ("nll_loss_forward", "nll_loss2d_forward"):
         return None
-    # A mean divides by the total weight, which each rank sees only a part of: that is all-reduced inside of
-    # the call. The loss itself stays partial.
+    # A mean divides by the total weight. Each rank sees a part of it, which is all-reduced inside of the call. The loss
+    # itself stays partial.
     if call["reduction"] == _MEAN:
         return (PARTIAL, REPLICATED), call.outputs[1].nbytes
     return (PARTIAL, REPLICATED if call["reduction"] == _NONE else PARTIAL), 0

@@ -1,10 +1,10 @@
 """The tensor-parallel style of each module, which ``parallelize_module`` is told, on one axis of a mesh.
 
-    styles = tensor_parallel(program, fingerprint, model, ("tp", 4), ("embeddings", "others"))
+    styles = tensor_parallel(program, fingerprint, model, ("tp", 4), sequence=True)
 
-Pairs of columns and rows (``pairs.py``) are always cut. Elsewhere the output of columns has to be gathered, which may
-or may not pay: embeddings and other linear layers, such as a head, are cut where that is asked for. All other modules
-are whole (``replicated.py``).
+Pairs of columns and rows (``pairs.py``) are cut with nothing gathered between them. Embeddings and other linear layers,
+such as a head, are cut where the ranks divide them, and their outputs are gathered. All other modules are whole
+(``replicated.py``).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def tensor_parallel(
         sequence: whether activations between pairs, and the loss, are cut as well.
 
     Raises:
-        PlanError: nothing can be cut so over so many ranks.
+        PlanError: no module can be cut over so many ranks.
     """
     kinds, ranks = kinds_of(model), axis[1]
     pairs = pairs_of(program, fingerprint.parameters, tuple(kinds.items()), ranks)
     styles = {}
     for name, kind in kinds.items():
-        dim = kind == "Embedding"  # the vocabulary of a head, the features of an embedding
+        dim = kind == "Embedding"  # 0, the vocabulary of a head; 1, the features of an embedding
         if name in pairs.columns:
             styles[name] = "ColwiseParallel()"
         elif name in pairs.rows:
@@ -63,7 +63,7 @@ def tensor_parallel(
         )
     if sequence:
         styles |= dict(_along_sequences(program, model, styles, ranks))
-    # Parameters that are whole are DTensors as well: optimizers do not take both kinds together.
+    # Whole parameters are DTensors as well: optimizers do not take plain tensors and DTensors together.
     everywhere = {name: styles.get(name, "Replicated()") for name in kinds}
     return by_pattern(everywhere, everywhere, pattern_of)
 
@@ -71,10 +71,10 @@ def tensor_parallel(
 def _along_sequences(
     program: Program, model: nn.Module, styles: Mapping[str, str], ranks: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield the styles that differ where what runs between pairs, and the loss, are cut as well.
+    """Yield the styles that change if activations between pairs, and the loss, are cut as well.
 
-    Embeddings and rows return DTensors that are cut in the dimension before the features. DTensor runs all that reads
-    these as it has to; what linear layers read is gathered where it is made, once for all of them. Linear layers of
+    Embeddings and rows return DTensors that are cut in the dimension before the features, and DTensor places what is
+    computed from these. What linear layers read is gathered where it is made, once for all of them. Linear layers of
     which a loss takes the logarithm of softmax are cut by classes.
     """
     for name, (scope, *_) in program.calls.items():
@@ -96,7 +96,7 @@ def _along_sequences(
                     yield maker, "Replicated(output_layouts=Replicate())"
     for op in program.ops:
         if op.name == "aten._log_softmax.default":
-            # Casts and other ops of one argument are between.
+            # Back through casts and other ops that read one storage.
             storage, *_ = op.reads
             while len(reads := program.ops[program.writer[storage]].reads) == 1:
                 storage, *_ = reads
@@ -105,7 +105,7 @@ def _along_sequences(
 
 
 def _maker(program: Program, storage: int) -> str:
-    """Return the innermost module in which a storage is made; ``""`` if none of the model's has made it."""
+    """Return the innermost module in which a storage is made; ``""`` if no submodule has made it."""
     scope = program.ops[program.writer[storage]].scope if storage in program.writer else ROOT_SCOPE
     return program.scopes[scope].fqn if scope != ROOT_SCOPE else ""
 
@@ -113,7 +113,7 @@ def _maker(program: Program, storage: int) -> str:
 def kinds_of(model: nn.Module) -> dict[str, str]:
     """Return ``"Linear"``, ``"Embedding"``, ``"Norm"`` or ``""`` for the innermost modules that have parameters.
 
-    ``""`` are also those whose parameters other modules have as well: these must lie alike.
+    Modules that share parameters with others are ``""`` as well: a shared parameter must have one placement.
     """
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     found = {}
