@@ -12,7 +12,7 @@ must write nothing, with two exceptions:
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -395,18 +395,18 @@ def is_ordinary_tensor(t: torch.Tensor) -> bool:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in arguments or results, in order: nested tuples, lists and dicts.
-
-    A stack instead of nested generators, since this runs several times for each op.
-    """
+    """Return the tensors in arguments or results, in order: nested tuples, lists and dicts."""
     found: list[torch.Tensor] = []
-    stack = [value]
-    while stack:
-        value = stack.pop()
+    _append_tensors((value,), found)
+    return found
+
+
+def _append_tensors(values: Iterable[Any], found: list[torch.Tensor]) -> None:
+    # A list that is passed on instead of nested generators, since this runs several times for each op.
+    for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, (tuple, list)):
-            stack.extend(reversed(value))
+            _append_tensors(value, found)
         elif isinstance(value, dict):
-            stack.extend(reversed(value.values()))
-    return found
+            _append_tensors(value.values(), found)
