@@ -4,8 +4,7 @@ The compiler may save less than an eager step, or more; it recomputes what it ca
 None of that is modelled here. There are two kinds of proposals:
 
 - With inductor, partitions of the joint graphs (``partitions.py``), from the fastest to the smallest. What runs eagerly
-  around compiled modules is planned like any step, on the dry run with a partition as its recording. Then partition and
-  plan are run together.
+  around compiled modules is planned on the dry run with a partition. Then partition and plan are run together.
 - With another backend, or if the user chooses what is recomputed: plans for the eager step, which tag ops in the
   graph. The budget of the next one moves by what the last run left, or was over. With inductor, too, if no partition
   holds the budget, and the smallest plan is near it.
@@ -54,9 +53,8 @@ _CLOSE = 0.01
 """Share of the budget that a plan may leave unused without a cheaper one being sought."""
 
 _UNSURE = 0.05
-"""A split is run only if it is expected to be over the budget by at most this share: what inductor does not count
-differs by that between two splits of T5 (``benchmarks.compiled_budgets``). If the smallest is over by more, the search
-ends."""
+"""A split that is expected to be over the budget by more than this share is not run: what inductor does not count
+differs by that between two splits of T5 (``benchmarks.compiled_budgets``)."""
 
 _WORTH = 0.005
 """Share of the step by which a split has to be faster than one that fits to be run as well."""

@@ -29,8 +29,7 @@ from sacplan.torch_compat.partitioning import ForwardValue, LoweredGraphs, Price
 # Memory budgets of PyTorch's own partitioner, whose splits are compared with ours.
 _SETTINGS = (0.75, 0.5, 0.25)
 _SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1)
-"""Shares of the bytes that PyTorch saves. Smaller ones cost more and more time; below a tenth, values that run again
-are alive together, and take the bytes that are not saved."""
+"""Shares of the bytes that PyTorch saves. Below a tenth, what runs again is alive at once: nothing is gained."""
 
 
 class Split:

@@ -277,7 +277,7 @@ class Planner:
             quick: Do not search further, for the smallest peak, if the first searches find no plan: that takes far
                 longer.
         """
-        # Choices for which bounds rule out a plan come last, and may at most find a smaller peak.
+        # Choices for which bounds rule out a plan come last.
         for names in sorted(
             self._asked(quick=quick), key=lambda names: not self._may_hold(names, budget_bytes)
         ):
@@ -349,8 +349,8 @@ class Planner:
     def _ask_last(self, rotor: Rotor, search: PlanSearch, budget_bytes: int) -> None:
         """Ask Rotor for a plan if no other solver holds the budget, or only with a dear plan.
 
-        In the first case, it is first asked for its smallest peak so that results agree: a user who asks for exactly the
-        smallest peak that an error reports gets a plan.
+        In the first case, it is asked for its smallest peak first so that results agree: a user who asks for exactly
+        the smallest peak that an error reports gets a plan.
         """
         run = search.smallest.footprint
         held = run.peak_bytes <= budget_bytes
