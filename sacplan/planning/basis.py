@@ -25,8 +25,8 @@ from sacplan.techniques.base.offers import Offer
 from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.registry import TECHNIQUES, rewritten, why_not
 
-# With offers about the peak alone, norms that could have been sliced stayed whole, and the smallest peak was higher. So
-# techniques are asked about all moments near the peak.
+# With offers about the peak alone, norms that could be sliced stayed whole, and the smallest peak was higher. So all
+# moments near the peak are asked about.
 _MOMENTS = 8  # kinds of modules that are asked about at a time, those with the highest moments
 _WORTH_OFFERING = 0.01  # share of the smallest peak that an offer about a moment has to free at some op
 # On three of the golden models, at four budgets, .5 to .95 find the same plans.
@@ -158,7 +158,7 @@ class Basis:
 
     def _with_offers(self, peak: Footprint | None) -> Basis:
         """Return this basis with compatible offers about a peak added; None: with those that may pay at any budget."""
-        # Whether offers of a kind go with what is settled. Layers that are alike share a kind: all of them do, or none.
+        # Whether offers of a kind go with what is settled: all layers that are alike do, or none.
         goes: dict[Hashable, bool] = {}
         known = self.offers
         for name in self.techniques:

@@ -58,17 +58,17 @@ def _least(
 ) -> Iterator[tuple[Decision, ...]]:
     bytes_of = step.program.storage_bytes.__getitem__
     freed = [sum(bytes_of(s) for _, option in way for s in option.reach.storages) for way in ways]
-    program, more = rewritten(step.program, base, step.device), [0]
-    while more:
-        way = ways[more[0]]
+    program, numbers = rewritten(step.program, base, step.device), [0]
+    while numbers:
+        way = ways[numbers[0]]
         # A weight leaves in the unit that is checkpointed, since units do not nest.
         units = dict.fromkeys((*units_of(way), *(unit for one in base for unit in one.units)))
         names = dict.fromkeys(option.technique for _, option in way)
         decisions = sum((TECHNIQUES[name].decisions(program, way, units) for name in names), base)
         yield decisions
         over = Candidate(step, decisions, "feasible").footprint.peak_bytes - budget_bytes
-        enough = freed[more[0]] + over
-        more = [n for n in range(more[0] + 1, len(ways)) if freed[n] >= enough] if over > 0 else []
+        enough = freed[numbers[0]] + over
+        numbers = [n for n in range(numbers[0] + 1, len(ways)) if freed[n] >= enough] if over > 0 else []
 
 
 def _all_weights(region: Region, ahead: Callable[..., Option]) -> Option:

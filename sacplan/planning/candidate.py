@@ -99,7 +99,7 @@ class Candidate:
     @property
     def left(self) -> Program:
         """The step with the decisions of techniques that share no units: the ops that are left to run in units."""
-        # Techniques that share units only watch the ops that run there, so their decisions are not carried out.
+        # Techniques that share units only watch the ops that run there.
         shared = tuple(technique.decision for technique in self.techniques if technique.shares_units)
         others = [one for one in self.decisions if not isinstance(one, shared)]
         return rewritten(self.step.program, others, self.step.device)

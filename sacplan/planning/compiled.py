@@ -6,8 +6,8 @@ None of that is modelled here. There are two kinds of proposals:
 - With inductor, partitions of the joint graphs (``partitions.py``), from the fastest to the smallest. What runs eagerly
   around compiled modules is planned on the dry run with a partition. Then partition and plan are run together.
 - With another backend, or if the user chooses what is recomputed: plans for the eager step, which tag ops in the
-  graph. The budget of the next one moves by what the last run left, or was over. With inductor, too, if no partition
-  holds the budget, and the smallest plan is near it.
+  graph. The budget moves by what the last run left, or was over. With inductor, too, if no partition holds the budget,
+  and the smallest plan is near it.
 
 Only the peak of the dry run decides whether a proposal holds the budget. Of those that do, the fastest compiled wins.
 """
@@ -164,8 +164,7 @@ def _partitions(
 ) -> list[_Try]:
     """Return the tries of partitions: alone, then together with plans for what runs eagerly.
 
-    These are made for the step as it is and for the smallest partition. They may fit by themselves, or leave more room
-    to partitions.
+    These are for the step as it is and the smallest partition. They may fit alone, or leave more room to partitions.
     """
     eagerly, partitions = _runs_eagerly(request, profile), _Partitions(profile, unplanned)
     tries = partitions.within(room)
@@ -196,8 +195,7 @@ class _Partitions:
         self._unplanned = unplanned
         self._unit = how.modules[0]
         self._calls = len(how.modules)  # alike modules share a graph, which each of them calls
-        # The caller of a part holds its outputs. The caller of a whole model usually keeps only the loss: if it keeps
-        # more, the dry run shows that.
+        # The caller of a whole model usually keeps only the loss. If it keeps more, the dry run shows that.
         outputs_stay = self._unit != ""
         graphs: dict[str, JointGraph] = profile.joint_graphs
 
@@ -210,7 +208,7 @@ class _Partitions:
             for given in profile.source.joint_graphs if profile.source else ():
                 note(given)
             if not graphs or any(graph.is_dynamic for graph in graphs.values()):
-                # No graph was kept, or symbolic sizes may be fixed by now: lower each graph while it is compiled.
+                # Symbolic sizes may be fixed by now: lower each graph while it is compiled.
                 graphs.clear()
                 with joint_graphs_noted(lambda given: lower(note(given).splits)):
                     profile.run_again()
@@ -284,8 +282,7 @@ class _Partitions:
     def _expected(self, ran: _Try) -> Callable[[Splits], int]:
         """Return a function that estimates from one run what the step takes with other splits.
 
-        The larger of two peaks counts: while a graph runs, it moves with all that the graph has alive; while no graph
-        runs, only with what the graphs save.
+        The larger of two peaks counts: while a graph runs, all that it has alive changes; else only what graphs save.
         """
         program = ran.seen.program
         inside = resolve_pins(program, ran.seen.fingerprint, (), ()).compiled_ops
@@ -308,16 +305,15 @@ class _Partitions:
             lower(graph.splits)
         options = self._options()
         found = sorted(options, key=lambda one: (self.n_bytes(one), order_of(one)))[:2]
-        # Inductor does not count that kernels may write in place if their input is not saved, so that the splits that
-        # save least may take least.
+        # The one that saves least may be smaller still: inductor does not count that kernels write in place.
         found.append(min(options, key=lambda one: (sum(s.lowered.saved_bytes for s in one), order_of(one))))
         return list(dict.fromkeys(found))
 
     def _options(self) -> list[Splits]:
         """Return some ways to split all graphs; of a single graph, all of them.
 
-        Of several graphs, the first way has the fastest split of each. Each further one takes the next smaller split of
-        one graph, where a byte costs the least time.
+        Of several, the first way has the fastest split of each. Each further one takes the next smaller split of one
+        graph, where a byte costs the least time.
         """
         graphs = [graph.splits for graph in self._graphs.values()]
         if len(graphs) == 1:
@@ -400,7 +396,7 @@ def _next_budget(room: Room, tries: Sequence[_Try], most: int) -> int | None:
     over = min((one.asked for one in tries if one.needs > room.n_bytes), default=None)
     left = room.n_bytes - last.needs
     if fits is None:
-        # ``left`` is negative. It is added to the peak, since a plan may be well below its budget.
+        # Peaks of plans lie below their budgets. ``left`` is negative here.
         return min(last.plan.peak_bytes, last.asked) + left
     if left >= 0 and (left <= _CLOSE * room.n_bytes or last.asked >= most or not last.plan.decisions):
         return None
@@ -415,7 +411,7 @@ def as_compiled(plan: Plan, profile: Profile) -> Plan:
     figures: dict[str, Any] = {
         "peak_bytes": seen.peak_bytes,
         "baseline_peak_bytes": profile.peak_bytes,
-        # The compiler chooses what to recompute, so only the difference of the runs is known.
+        # What the compiler recomputes is only known as the difference of the two runs.
         "recompute_ms": max(0.0, _computing_ms(seen) - _computing_ms(profile)),
         "recompute_flops": max(0, seen.program.flops - profile.program.flops),
         "step_ms": profile.step_ms,
@@ -443,7 +439,7 @@ def _waits_ms(plan: Plan, profile: Profile) -> float:
     stay = [one for technique, own in by_technique(plan.decisions) if not technique.takes_host for one in own]
     if len(stay) == len(plan.decisions):
         return 0.0
-    # The other decisions of a plan with partitions are about the compiled recording; without, about the eager step.
+    # A plan with partitions is about the compiled recording, any other about the uncompiled step.
     program = (profile if plan.partitions else profile.uncompiled).program
     with_copies, without = (rewritten(program, d, profile.spec).step_ms for d in (plan.decisions, stay))
     return with_copies - without

@@ -215,7 +215,7 @@ def effects_of(
 
 
 class _Effects:
-    """Computes the effects of the options of some regions on memory and links.
+    """Computes the effects of options on memory and links.
 
     Attributes:
         first_op: By interval, its first recorded op; -1 for the state before the step, which is interval 0.
@@ -306,9 +306,9 @@ class _Effects:
         for link, begin, end, ms in option.copies:
             begun = np.maximum(self.edges[:-1], begin)
             over = np.minimum(self.edges[1:], max(end, begin + 1 / _NS))
-            share = np.maximum(over - begun, 0.0)  # ms of each window in which the copy may run
+            share = np.maximum(over - begun, 0.0)
             use[self.links.index(link)] += ms * share / (share.sum() or 1.0)
-        # Copies also overlap ops that run again, which lowers the use of every link there.
+        # Copies overlap ops that run again as well.
         for k, _, ms in effect.again if self.links else ():
             at = self.ends[np.searchsorted(self.liveness.op_events, where[k]) - 1]
             use[:, np.searchsorted(self.edges[1:-1], at)] -= ms

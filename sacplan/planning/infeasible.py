@@ -7,8 +7,7 @@
 - A plan that was made by rule, or for a budget, does not fit the device: a warning when it is returned.
 
 What other techniques would reach is searched for when ``plan`` makes the error, so reading its text cannot fail. These
-searches are bounded: they ask a few times what else all of the techniques can do about the smallest peak, but not what
-fewer techniques reach, so ``plan(profile, "smallest")`` may go a little lower.
+searches are bounded and skip choices of fewer techniques, so ``plan(profile, "smallest")`` may go a little lower.
 """
 
 from __future__ import annotations
@@ -196,8 +195,7 @@ def _binding(run: Footprint, *, inference: bool) -> str:
     """Return the module that runs at the peak, or ``OPTIMIZER_STEP``."""
     if run.peak_phase == Phase.OPTIMIZER:
         return OPTIMIZER_STEP
-    # Without a name, the op at the peak is in no module call (scope -1; there is no loss in inference), or in that of
-    # the model itself.
+    # Without a name, the op at the peak is in no module call (scope -1), or in that of the model itself.
     outside = (
         "the loss, outside of any module" if run.peak_scope < 0 and not inference else "the model itself"
     )
@@ -289,7 +287,7 @@ def _does_not_fit(made: Plan, profile: Profile) -> str:
         advice = f"With {EXPANDABLE_SEGMENTS} it reserves {format_bytes(expandable)}, which fits."
     elif made.budget_bytes is not None:
         advice = f"Without a budget, a plan is made that fits. {advice}"
-    is_of_step = made.ranks == profile.ranks and not profile.runs_compiled  # else its ops are others
+    is_of_step = made.ranks == profile.ranks and not profile.runs_compiled
     if is_of_step and retries_within(profile.with_plan(made), room.n_bytes) is not None:
         advice += f" {WITH_RETRIES}"
     return (

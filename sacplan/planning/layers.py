@@ -41,7 +41,7 @@ class _SiteValue(NamedTuple):
     Attributes:
         module: the module that runs the op, as seen from the model.
         op: name of the op.
-        order: sorts values by execution: index of the unit, then of the place in the unit.
+        order: sorts values by execution: index of the unit, then of its place.
         n_bytes, ms: None if the plan has no such figures, such as one that was put together by hand.
     """
 

@@ -6,8 +6,7 @@ For each graph that is compiled for training, these are compared:
 - what ``saved_values`` finds cheapest for shares of the bytes that PyTorch saves.
 
 Prices before lowering are rough: what it costs to run an op again depends on fusion. After lowering, inductor knows
-what each kernel reads and writes, and what is alive. So a split is lowered before it is chosen, without compiling any
-kernel.
+what each kernel reads and writes, and what is alive. So a split is lowered before it is chosen.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Split:
 
     @cached_property
     def lowered(self) -> LoweredGraphs:
-        """Memory and time of the split as inductor lowers it; the first access does so."""
+        """Memory and time of the split as inductor lowers it."""
         return self._graph.lowered(self.saved)
 
     @property
@@ -60,8 +59,7 @@ class Split:
     def expected(self) -> LoweredGraphs:
         """Memory and time of the split; if it is not lowered yet, an estimate from splits that are.
 
-        This starts from the next larger lowered split, less the bytes saved and plus the price of running ops again. It
-        takes at least the bytes of any split that saves less.
+        That is the next larger one, moved by the difference in bytes and price; at least the bytes of smaller ones.
         """
         if self.is_lowered:
             return self.lowered
@@ -124,7 +122,7 @@ class JointGraph:
     @cached_property
     def splits(self) -> tuple[Split, ...]:
         """The splits that are compared; PyTorch's own is the first."""
-        # With these settings PyTorch may draw random numbers again, and get other ones (pytorch#190758): save them.
+        # PyTorch may draw other random numbers again (pytorch#190758): save them.
         others = [with_unrepeatable_saved(self.values, names) for names in self._saved_by_pytorch(*_SETTINGS)]
         others += (cheapest_saved(self.values, share * self.own.nbytes) for share in _SHARES)
         return self.own, *(Split(self, saved) for saved in dict.fromkeys(others) if saved != self.own.saved)
@@ -156,8 +154,7 @@ def fastest(
 ) -> Splits | None:
     """Return the fastest option that fits a budget once lowered; None if none is expected to fit.
 
-    The middle one of the options that may be faster is lowered next, as in a binary search: a split that saves more is
-    expected to take more.
+    As in a binary search, the middle one of the options that may be faster is lowered next.
 
     Args:
         options: makes the options. It is called again after each lowering.

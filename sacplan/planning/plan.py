@@ -115,7 +115,7 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
             PlanError: A field has a value that a plan file cannot hold.
         """
         try:
-            # Converted to the types of the fields, so that the checksum is the one that ``load`` computes.
+            # Converted to the types of the fields, as ``load`` does: the checksums have to agree.
             data = _plain(msgspec.convert(_plain(self), Plan))
             digest = _digest(data)
             msgspec.json.encode(data)  # raises for text that no reader takes, such as a lone surrogate
@@ -181,7 +181,7 @@ class PlanFile(Plan, frozen=True, kw_only=True, eq=False, tag_field="what", tag=
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
-    """Return the fields of a plan in types that JSON has, without some that have their default."""
+    """Return the fields of a plan in types that JSON has, without some defaults."""
     found: dict[str, Any] = msgspec.to_builtins(plan, enc_hook=_as_dict)
     # Left out, so that the checksums of files older than this field still hold.
     if found["device_memory"] is None:

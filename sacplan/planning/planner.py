@@ -93,7 +93,7 @@ class Searches:
             # The search without offers is always the first one. ``_ask_at_smallest`` relies on that for Rotor.
             basis = replace(self.basis, techniques=names)
             about_regions = tuple(name for name in names if TECHNIQUES[name].is_about_regions)
-            # Techniques that are not about regions add only offers, so they share the search without offers.
+            # Without offers, only techniques about regions matter: share their search.
             alone = about_regions in ((), names)
             first = self._search(basis) if alone else self.of(about_regions)[0]
             offered = basis.offered()
@@ -131,7 +131,7 @@ class Searches:
         context, found = search.context, self.best(budget_bytes)
         if found is None:
             return context.floor_bytes < smallest_bytes(self.nearest)
-        # Every plan of the search pays for what is settled, so the rest has to cost less than this.
+        # Every plan of the search pays for what is settled, so only the rest can be cheaper.
         left = found.cost - search.tried[frozenset(search.basis.settled)].cost
         if left <= 0 or context.floor_bytes > budget_bytes:
             return False
@@ -192,7 +192,7 @@ class Searches:
             # What was in vain with fewer techniques is not asked again.
             if any(one.basis.is_further for one in known):
                 return
-            # A search without offers may be shared with other choices, so ``names`` replaces its techniques.
+            # Choices may share a search without offers, so its techniques may be others.
             basis = replace(search.basis, techniques=names).further(search.smallest)
         for _ in range(_FURTHER):
             if basis is None or not self.costs_more_than(_DEAR, budget_bytes):
@@ -213,11 +213,11 @@ class Searches:
         smallest peak might get a plan, so that budget is tried before a smallest peak is reported.
         """
         search = min(self.of(names), key=smallest_bytes)
-        # Without offers there is no such gap; or a plan holds the budget; or bounds rule out a smaller peak.
+        # There is no such gap; or a plan holds the budget; or bounds rule out a smaller peak.
         held = self.best(budget_bytes) is not None
         if not search.context.offers or held or not self.may_gain_in(search, budget_bytes):
             return
-        # ``minimise`` with all solvers stops at the first one that larger regions do not help. Others may go lower.
+        # ``minimise`` stops at the first solver that larger regions do not help. Others may go lower.
         for solver in self._solvers(names, search):
             search.minimise((solver,), budget_bytes)
         self.solve(names, search, max(budget_bytes, smallest_bytes(search) - 1))
@@ -274,8 +274,7 @@ class Planner:
 
         Args:
             budget_bytes: The budget.
-            quick: Do not search further, for the smallest peak, if the first searches find no plan: that takes far
-                longer.
+            quick: Do not look for the smallest peak if the first searches hold no budget. That takes far longer.
         """
         # Choices for which bounds rule out a plan come last.
         for names in sorted(
@@ -314,7 +313,7 @@ class Planner:
 
     def _may_gain(self, names: Names, budget_bytes: int) -> bool:
         """Whether to ask a choice of techniques: it may find something better than what is known so far."""
-        # Bounds on recomputation do not say what plans of these techniques cost, so their searches are long.
+        # Bounds on recomputation do not say what such plans cost.
         takes_long = _is_about_peaks(names) or any(TECHNIQUES[name].frees_otherwise for name in names)
         # Other choices share its searches or begin with them, so asking it adds little work.
         shares = names == fewer(self.techniques) or self.searches.of(names)[0] is self._widest[0]
@@ -349,8 +348,8 @@ class Planner:
     def _ask_last(self, rotor: Rotor, search: PlanSearch, budget_bytes: int) -> None:
         """Ask Rotor for a plan if no other solver holds the budget, or only with a dear plan.
 
-        In the first case, it is asked for its smallest peak first so that results agree: a user who asks for exactly
-        the smallest peak that an error reports gets a plan.
+        In the first case, its smallest peak comes first so that results agree: the smallest peak that an error reports
+        is a budget for which there is a plan.
         """
         run = search.smallest.footprint
         held = run.peak_bytes <= budget_bytes

@@ -90,7 +90,7 @@ class PlanSearch:
             found = self.best(budget_bytes)
             if found is None:  # larger regions may still hold the budget
                 continue
-            # With copies, prices of waiting are rough and no bound ends the search, so fewer sizes in vain are tried.
+            # Prices of waiting for copies are rough, and no bound ends the search: try fewer sizes in vain.
             enough, most = (1 - NEAR, _IN_VAIN_ROUGH) if self.context.frees_otherwise else (1.0, _IN_VAIN)
             in_vain = in_vain + 1 if cheapest is not None and found.cost >= enough * cheapest else 0
             cheapest = found.cost

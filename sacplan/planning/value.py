@@ -123,8 +123,7 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
             # The empty name at depth 0 is the model itself, which is around every other unit.
             for depth in range(len(parts)):
                 outer, inner = ".".join(parts[:depth]), ".".join(parts[depth:])
-                # If the outer unit never calls the inner one, they do not nest in time: a loss function may call a
-                # part of the model directly.
+                # They do not nest if the outer unit never calls the inner one, as when a loss function calls it.
                 if outer in units and outer != fqn and self._calls(outer, inner):
                     raise PlanError(f"units must not nest, but {fqn!r} is inside {outer!r}.")
 

@@ -250,7 +250,7 @@ def _sizes(
     at_most: int | None = None,
     **recording: Any,
 ) -> BatchSizes:
-    """Check the arguments before anything is traced, and return ``BatchSizes``, which tries the first sizes."""
+    """Check the arguments before anything is traced, and return the sizes with the first ones tried."""
     batches = batches_of(make_batch)
     # True is an integer in Python, and would be taken for one sample.
     if at_most is not None and (isinstance(at_most, bool) or not isinstance(at_most, int) or at_most < 1):

@@ -243,7 +243,7 @@ class _Runs:
         return self._known[key]
 
     def _of(self, plans: Sequence[ShapePlan] = ()) -> Callable[[BatchAt], _Step]:
-        """Return a function from a batch to its step with the first plan that is for its shape, or without a plan."""
+        """Return a function from a batch to its step, with the first plan for its shape if there is one."""
 
         @functools.cache
         def step(shape: Shape, evaluation: bool) -> _Step:
@@ -314,9 +314,9 @@ class _Runs:
         """Return the rows of a way, with some plans, one for each setting of the allocator."""
         begins(f"playing {len(self.shapes)} steps: {way}")
         steps, played = self._of(plans), [*self._schedule(self.shapes)]
-        costs = (zip(*(each(at).cost for at in played), strict=True) for each in (steps, self._of()))
-        (run_ms, _, again), (plain_ms, flops, _) = (map(sum, each) for each in costs)
-        # Each recorded step has the optimizer's step, but in a run only every ``accumulation``-th batch and the last.
+        costs = (zip(*(step_of(at).cost for at in played), strict=True) for step_of in (steps, self._of()))
+        (run_ms, _, again), (plain_ms, flops, _) = (map(sum, columns) for columns in costs)
+        # Every recorded step has the optimizer's step, but these batches of the run do not.
         without = len(self.shapes) + -len(self.shapes) // self.accumulation
         spared_ms = without * self._recorded.update_ms
         more: Any = {"way": way, "run_ms": run_ms - spared_ms, "added_ms": run_ms - plain_ms}
@@ -366,7 +366,7 @@ class _Runs:
             below, found = 0, []
             for edge in edges:
                 inside = [one for one in self._distinct if below < self._extent(one) <= edge]
-                # Shapes that fit in no other one; each fits in itself, so the sum is 1.
+                # The sum is 1 for shapes that fit only in themselves.
                 shapes = tuple(one for one in inside if sum(fits_in(one, other) for other in inside) == 1)
                 plan = self._plan(self._largest_of(inside), budget_bytes)
                 # ``apply`` chooses by the calls that a plan was made for.
@@ -403,7 +403,7 @@ class _Runs:
             return needs - self.room.n_bytes
 
         limit = max(1, (drawing.size - smallest) // unit)
-        # The search begins with the limit and an empty device, and goes along the line between them.
+        # The search begins on the line from the limit to an empty device.
         found = largest_within(over, limit, 0, limit)
         return smallest + (found - 1) * unit if found else 0
 

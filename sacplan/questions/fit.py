@@ -193,8 +193,8 @@ class Sweep(Asked):
         by_batch = self.batch_axis(lambda n: self.at(n, self.seq, whole))
         if self.seq is None:
             return by_batch, None
-        # Half the length is quicker to record, but only if it is a multiple of ``_TOKENS`` as well: padding would
-        # bend the line. Else take twice the length, if the model has positions for that, or half of it.
+        # Half the length is quicker to record, if it is a multiple of ``_TOKENS`` as well: padding bends the line.
+        # Else take twice the length, if the model has positions for that.
         other = self.seq // 2 if self.seq % (2 * _TOKENS) == 0 else 2 * self.seq
         if self.longest is not None and other > self.longest:
             other = max(1, self.seq // 2)
@@ -217,7 +217,7 @@ class Sweep(Asked):
     # --- the answer
 
     def found(self, name: str, sizes: bool) -> Verdict:
-        """Return the verdict with all rows; with ``sizes``, competing rows get their largest sizes."""
+        """Return the verdict with all rows; ``sizes``: with the largest sizes."""
         rows, with_sizes = self._rows_on_ranks() if self.devices > 1 else (self._rows(), self.with_sizes)
         verdict = self._verdict(name, rows)
         if not sizes:
@@ -274,8 +274,8 @@ class Sweep(Asked):
         for name in names:
             row = self.cases[name].row(way)
             others = [other.over_bytes for other in rows if other.optimizer == name]
-            # If another plan fits, this one has to be quicker; if none fits, it has to be over by less. A plan that
-            # keeps everything on the device is in the table already.
+            # If another plan fits, this one has to be quicker; if none does, it has to be over by less. Plans that
+            # take no host memory are in the table already.
             gains = row.is_quicker(cheapest) if cheapest is not None else row.over_bytes < min(others)
             if gains and row.host_bytes:
                 found.append(row)

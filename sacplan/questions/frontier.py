@@ -141,10 +141,10 @@ def _rows(
         # Each budget takes a plan, so only the first solver (i = 0) is compared with the policies.
         for budget in sorted(evenly if i else evenly | theirs)
     ]
-    for at, (budget, one) in enumerate(asked, 1):
-        name = one.solver if isinstance(one.solver, str) else one.solver.name
+    for at, (budget, request) in enumerate(asked, 1):
+        name = request.solver if isinstance(request.solver, str) else request.solver.name
         begins(f"{name} at {format_bytes(budget)}, {at} of {len(asked)}")
-        row = FrontierRow(solver=name, budget_bytes=budget, **Row.taken(outcome_of(one, profile)))
+        row = FrontierRow(solver=name, budget_bytes=budget, **Row.taken(outcome_of(request, profile)))
         if row.fits:
             yield row
     yield from named

@@ -133,9 +133,8 @@ class RankRows:
     def _is_hopeless(self, one: Arrangement, name: str) -> bool:
         """Whether DDP cannot fit and another arrangement does; without a plan, if the other one fits without.
 
-        The least that DDP needs follows from the recorded rank of another arrangement, without its shards and what it
-        gathers and reduces. All else is alive with whole parameters, too, and a plan frees no more of that than
-        autograd keeps.
+        The least that DDP needs follows from the recorded rank, without its shards and what it gathers and reduces. All
+        else is alive with whole parameters, too, and a plan frees no more of that than autograd keeps.
         """
         fitting = [row for row in self._rows if row.fits]
         if not fitting:
@@ -197,7 +196,7 @@ class RankRows:
         return layers_of(name for name, _ in self.asked.recordings.model.named_parameters())
 
     def _fsdp(self, name: str, written: str, flags: tuple[str, ...] = (), **more: Any) -> Arrangement:
-        """Return an arrangement of FSDP2. ``more`` are its further arguments, and ``written`` is their Python text."""
+        """Return an arrangement of FSDP2 with ``more`` arguments, which are ``written`` as Python text."""
         options = f"ranks=sacplan.FSDP2({self.asked.devices}, {list(self._units)!r}{written})"
         wrapping = [
             f"for layer in model.{unit.removesuffix('.*')}:\n    fully_shard(layer{written})"
@@ -208,7 +207,7 @@ class RankRows:
         return Arrangement(name, options, flags, (*wrapping, f"fully_shard(model{written})"), ranks)
 
     def _on_data(self) -> Iterator[Arrangement]:
-        """Yield arrangements that spread only the batch, in the same precision and without memory of the host."""
+        """Yield data parallelism in the same precision and without memory of the host."""
         n, size = self.asked.devices, ("--world-size", str(self.asked.devices))
         units = (word for unit in self._units for word in ("--fsdp-unit", unit))
         yield self._fsdp("FSDP2", "", (*size, *units))
@@ -268,9 +267,9 @@ def read_devices(device: Any, devices: int | str) -> tuple[Any, int]:
     """Return a device and how many of it there are, from ``"8xh100"`` or from a device and a number.
 
     Raises:
-        PlanError: ``devices`` is not a number of devices, or two different numbers are given.
+        PlanError: ``devices`` is no such number, or two different ones are given.
     """
-    # In either argument: ``devices="8xh100"`` names the device as well. A name or a size such as 24GB follows the x.
+    # In either argument: ``devices="8xh100"`` names the device, too. A name or a size (24GB) follows the x.
     for given, other in ((device, devices), (devices, "1")):
         found = isinstance(given, str) and re.fullmatch(r"(\d+)\s*x\s*(\D.*|\d+\s*[gG].*)", given.strip())
         if found:

@@ -109,7 +109,7 @@ class FitRow(Row):
 
     @property
     def over(self) -> str:
-        """By how much the step exceeds the host's budget, or else the room on the device, in words."""
+        """By how much the step exceeds the host's budget, or else the room, in words."""
         if self.over_host_bytes:
             more = format_difference(self.host_bytes, self.host_room_bytes)
             return f"{more} over the host's {format_bytes(self.host_room_bytes)}"
