@@ -157,7 +157,7 @@ class Basis:
         return basis
 
     def _with_offers(self, peak: Footprint | None) -> Basis:
-        """Return this basis with compatible offers about a peak added; None: with those that may pay at any budget."""
+        """Return this basis with further offers that are compatible: about a peak; None: that may pay at any budget."""
         # Whether offers of a kind go with what is settled: all layers that are alike do, or none.
         goes: dict[Hashable, bool] = {}
         known = self.offers

@@ -98,7 +98,7 @@ class Candidate:
 
     @property
     def left(self) -> Program:
-        """The step with the decisions of techniques that share no units: the ops that are left to run in units."""
+        """The step with the decisions of techniques that share no units: what is left to run in units."""
         # Techniques that share units only watch the ops that run there.
         shared = tuple(technique.decision for technique in self.techniques if technique.shares_units)
         others = [one for one in self.decisions if not isinstance(one, shared)]
@@ -110,7 +110,7 @@ class Candidate:
         # If memory can be freed without running ops again, a schedule need not recompute anything.
         if any(technique.frees_otherwise for technique in self.techniques):
             return 0.0
-        # A new step has the default objective, so its costs are times, even if the plan minimises FLOPs.
+        # A new step with the default objective, so that costs are times.
         left = PlanStep(self.left)
         bound = bound_of(left.program, left.costs, self.step.pins.kept_ops)
         return min(bound.at(self.footprint.peak_bytes), self.footprint.recompute_ms)

@@ -71,7 +71,7 @@ def discarded_in(program: Program, fqn: str, selects: Selects, pins: Pins) -> Di
     """
     chosen: set[int] = set()
     for scope in program.calls[fqn]:
-        # Selected by position within one call, so that every call of a layer counts its matmuls anew.
+        # Selected by position within one call, so that matmuls are counted from 0 in every call of a layer.
         order = [i for i in program.sites(scope) if program.ops[i].phase == Phase.FORWARD]
         chosen.update(order[at] for at in selects([program.ops[i] for i in order]))
     # Pinned ops are removed only after the selection, so that they do not change how matmuls are counted.

@@ -169,13 +169,13 @@ def _partitions(
     eagerly, partitions = _runs_eagerly(request, profile), _Partitions(profile, unplanned)
     tries = partitions.within(room)
     for step in dict.fromkeys((tries[0], min(tries, key=lambda one: one.needs)) if eagerly else ()):
-        beside = _beside(request, step.seen, room, planned)
-        if beside.decisions:
-            tries += partitions.within(room, beside, step.splits)
+        eager = _plan_of_eager(request, step.seen, room, planned)
+        if eager.decisions:
+            tries += partitions.within(room, eager, step.splits)
     return tries
 
 
-def _beside(request: Request, step: Profile, room: Room, planned: Planned) -> Plan:
+def _plan_of_eager(request: Request, step: Profile, room: Room, planned: Planned) -> Plan:
     """Return the cheapest plan for what runs eagerly in a compiled step; if none fits, one near the smallest peak."""
     limit = request.limit if room.is_reserved else Limit.exactly(room.n_bytes)
     asked = dataclasses.replace(request, limit=limit, beside_compiled=True)
@@ -216,9 +216,9 @@ class _Partitions:
                 graph.world = functools.partial(compiler_for, profile.spec)
         self._graphs = graphs
 
-    def run(self, splits: Splits, beside: Plan | None = None) -> tuple[Plan, Profile]:
-        """Return the plan with one split of each graph and the decisions of ``beside``, and its dry run."""
-        beside = beside or self._unplanned
+    def run(self, splits: Splits, eager: Plan | None = None) -> tuple[Plan, Profile]:
+        """Return the plan with one split of each graph and the decisions of ``eager``, and its dry run."""
+        eager = eager or self._unplanned
         decisions = tuple(
             Partition(self._unit, key, tuple(sorted(split.saved)))
             for key, split in zip(self._graphs, splits, strict=True)
@@ -228,9 +228,9 @@ class _Partitions:
         ratio = max(0.0, 1 - left / max(1, before))
         plan = structs.replace(
             self._unplanned,
-            decisions=(*decisions, *beside.decisions),
-            units={self._unit: UnitPlan(ratio, 0.0), **beside.units},
-            sequences=beside.sequences,
+            decisions=(*decisions, *eager.decisions),
+            units={self._unit: UnitPlan(ratio, 0.0), **eager.units},
+            sequences=eager.sequences,
             status="feasible",
         )
         seen = self._profile.run_with(plan)
@@ -245,16 +245,16 @@ class _Partitions:
         most = max((split.expected.needs_bytes(0) for split in splits), default=0)
         return self._saved_bytes(splits) + most
 
-    def within(self, room: Room, beside: Plan | None = None, start: Splits | None = None) -> list[_Try]:
+    def within(self, room: Room, eager: Plan | None = None, start: Splits | None = None) -> list[_Try]:
         """Return the tries that were run to find the fastest splits within some room.
 
         Args:
             room: it is too small for the step as it is.
-            beside: a plan for what runs eagerly.
-            start: the splits that are run first with ``beside``; by default, PyTorch's own.
+            eager: a plan for what runs eagerly.
+            start: the splits that are run first with ``eager``; by default, PyTorch's own.
         """
         start = start or tuple(graph.own for graph in self._graphs.values())
-        ran = (self._unplanned, self._profile) if beside is None else self.run(start, beside)
+        ran = (self._unplanned, self._profile) if eager is None else self.run(start, eager)
         tries = [_Try(*ran, room.needs(ran[1].program), start)]
 
         def left() -> list[Splits]:
@@ -270,12 +270,12 @@ class _Partitions:
                 one.needs > room.n_bytes for one in tries
             ):  # none should fit, and none does
                 splits = smallest(left, expected)
-                if (beside or len(tries) > 1) and expected(splits) > unsure:
+                if (eager or len(tries) > 1) and expected(splits) > unsure:
                     break  # even the smallest is too large, corrected by how far the last run was off
             splits = splits or fastest(left, expected, unsure)
             if splits is None:  # a try fits, and all faster splits are clearly too large
                 break
-            plan, seen = self.run(splits, beside)
+            plan, seen = self.run(splits, eager)
             tries.append(_Try(plan, seen, room.needs(seen.program), splits))
         return tries
 
@@ -360,12 +360,12 @@ def _small(
     partitions = _Partitions(profile, unplanned)
     for splits in partitions.small:
         plan, seen = partitions.run(splits)
-        beside = (
+        eager = (
             smallest(dataclasses.replace(request, beside_compiled=True), seen) if runs_eagerly else unplanned
         )
         found.append((plan, seen))
-        if beside.decisions:
-            found.append(partitions.run(splits, beside))
+        if eager.decisions:
+            found.append(partitions.run(splits, eager))
     return found
 
 

@@ -23,8 +23,8 @@ is a cost of the plan (priced rows, ``solvers/problem.py``). Ops that run again 
 evenly over the time from where it may begin to where it has to be over. Real queues also wait where copies begin late
 in a window, so the model is optimistic, and the clocks of the rewritten program decide.
 
-Options that cost more and save nothing are dropped, and so are options that differ too little from another one to
-matter. Dropping these may lose a share of ``_ALIKE`` against the optimum.
+Options that cost more and save nothing are dropped, and so are near duplicates of other options, which may cost the
+optimum a share of ``_ALIKE``.
 """
 
 from __future__ import annotations
@@ -367,8 +367,7 @@ class _Effects:
             elif code not in _CALLS:
                 storage = program.storage_of(code, arg)
                 pattern.append(local.setdefault(storage, len(local)))
-                # Autograd may unpack one handle several times, so an unpacked instance has a number of its own beside
-                # its handle's.
+                # Autograd may unpack one handle several times, so each instance has its own number and its handle's.
                 if code in _INSTANCES:
                     pattern.append(instances.setdefault(arg, len(instances)))
                     arg = program.instance_handles[arg]

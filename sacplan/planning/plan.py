@@ -132,7 +132,7 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
             PlanError: The file is not a plan, is damaged, was edited, or has another schema version.
         """
         file = files.load(path, PlanFile, "plan", SCHEMA_VERSION, PlanError)
-        # ``PlanFile`` also has the version and the checksum of the file, which are no fields of a plan.
+        # ``PlanFile`` also has the version and the checksum of the file.
         return Plan(**{name: getattr(file, name) for name in Plan.__struct_fields__})
 
     def _chunked(self) -> str:

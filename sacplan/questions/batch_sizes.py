@@ -257,7 +257,7 @@ class BatchSizes:
 
 
 def batches_of(make_batch: Callable[..., Any] | DataLoader[Any]) -> Callable[..., Any]:
-    """Return the function that makes a batch of a size: the user's, or one that takes the longest of a ``DataLoader``.
+    """Return the function that makes a batch of a size: the user's, or ``LongestBatch`` of a ``DataLoader``.
 
     Raises:
         PlanError: ``make_batch`` is neither.

@@ -111,8 +111,8 @@ def frontier(
         raise PlanError(f"points={points}: a frontier has 2 to {MAX_POINTS} budgets.")
     if solvers is None:
         solvers = ("milp", "greedy", *(("rotor",) if _may_use_rotor(profile, never) else ()))
-        # One solver is enough in inference, where chunks have a search of their own, so all would give the same plan;
-        # and for a compiled step, which takes a dry run for each plan.
+        # One solver is enough in inference: chunks have a search of their own, so all would give the same plan. And a
+        # compiled step takes a dry run for each plan.
         if profile.mode == "inference" or profile.runs_compiled:
             solvers = ("best",)
     # A template: each case replaces the solver and the limit.

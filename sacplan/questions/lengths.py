@@ -217,7 +217,7 @@ def shapes_of_loader(
 def read_shapes(
     lengths: Any, longest: int | None, epochs: int, shape_of: Callable[[Any], Sequence[int]], **rules: Any
 ) -> tuple[list[Shape], Drawing | None]:
-    """Return the batches of a run, and how they were drawn; None for the latter if ``lengths`` is a ``DataLoader``.
+    """Return the batches of a run and their ``Drawing``, which is None for a ``DataLoader``.
 
     Raises:
         PlanError: As for ``read_lengths`` and ``Drawing``; or rules are given with a loader, which has its own rules.

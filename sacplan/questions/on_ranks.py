@@ -66,7 +66,7 @@ class RankRows:
 
     asked: Asked
     _rows: list[FitRow] = field(default_factory=list)
-    _refused: set[str] = field(default_factory=set)  # names of arrangements that cannot run
+    _refused: set[str] = field(default_factory=set)  # names of arrangements
     # Names of arrangements whose smallest peak is not in the optimizer's step.
     _bound_elsewhere: set[str] = field(default_factory=set)
     _cases: dict[tuple[str, str], tuple[Arrangement, Case]] = field(default_factory=dict)  # and by optimizer

@@ -231,7 +231,7 @@ class Verdict:
 
     @property
     def competing(self) -> tuple[FitRow, ...]:
-        """The rows to choose from, which get their largest sizes.
+        """The rows to choose from.
 
         If no plan is needed, no other optimizer is needed either. Then these are the step as it is, and the ways with
         most techniques, which hold the largest steps.

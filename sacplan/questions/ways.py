@@ -2,8 +2,8 @@
 
 - "plan" is what ``plan`` does by default.
 - A technique that may change the rounding of gradients is tried alone, and with a plan.
-- A technique that takes memory of the host comes last, together with all techniques that helped before: it is tried
-  only if the others do not fit, or are dear.
+- A technique that takes memory of the host comes last, with all that helped before: only if the others do not fit, or
+  are dear.
 """
 
 from __future__ import annotations
