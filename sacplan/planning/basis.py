@@ -145,7 +145,7 @@ class Basis:
         units = {one.unit for one in found}
         settled = (*(one for one in self.settled if one.unit not in units), *found)
         recorded, together = self.recorded, (*settled, *plan)
-        # Nothing new is settled, or it is in conflict with the plan's own decisions.
+        # Nothing new, or in conflict with the plan's own decisions.
         if settled == self.settled or why_not(recorded.program, together, recorded.device):
             return self
         # The ops of the settled step have other numbers, so offers about the same peaks are asked for again.

@@ -4,8 +4,8 @@ These are the first N blocks, the last N, or N at even distances. All their weig
 only when they are needed; and either all layers are checkpointed or none. For each such way the smallest N that holds
 the budget is looked for. So a plan costs no more than the best N, as far as more blocks on the host never cost less.
 
-N blocks free at most the bytes of their weights. So if a step with some blocks is over its budget, the excess says how
-many more are needed at least, and it is enough to measure three or four steps for each way.
+N blocks free at most the bytes of their weights. So what a step is over its budget says how many more blocks it needs
+at least, and three or four steps are measured for each way.
 """
 
 from __future__ import annotations

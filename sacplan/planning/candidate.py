@@ -118,7 +118,7 @@ class Candidate:
     @property
     def units(self) -> tuple[Mapping[str, UnitPlan], tuple[OpSequence, ...]]:
         """What each unit keeps and recomputes, and the op sequences that its calls run (see ``unit_plans``)."""
-        # Techniques that watch the ops of a unit see only those that are left, so sequences are taken from ``left``.
+        # Techniques that watch the ops of a unit see only those that are left.
         watched = any(technique.shares_units for technique in self.techniques)
         fqns = dict.fromkeys(unit for one in self.decisions for unit in one.units)
         return unit_plans(self.left if watched else self.step.program, self.discarded, fqns)

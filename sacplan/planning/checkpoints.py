@@ -67,7 +67,7 @@ def discarded_in(program: Program, fqn: str, selects: Selects, pins: Pins) -> Di
     """Return by unit the call sites that one layer discards, each once.
 
     These are the selected ops that made saved tensors, and the selected ops that have to run again to feed them. The
-    unit is the layer, or if pins forbid that, modules inside the layer are units.
+    unit is the layer; if pins forbid that, modules inside it are units.
     """
     chosen: set[int] = set()
     for scope in program.calls[fqn]:

@@ -82,7 +82,7 @@ class _Try:
 
     @property
     def asked(self) -> int:
-        """The budget in bytes for which the proposal was planned on the eager step; 0 for none."""
+        """The budget in bytes of a proposal for the eager step; 0 for none."""
         return self.plan.budget_bytes or 0
 
 
@@ -241,7 +241,7 @@ class _Partitions:
         return self._calls * sum(split.expected.saved_bytes for split in splits)
 
     def n_bytes(self, splits: Splits) -> int:
-        """Return about how many bytes the graphs take with these splits while they run, without all other memory."""
+        """Return about how many bytes the graphs take with these splits while they run, and nothing else."""
         most = max((split.expected.needs_bytes(0) for split in splits), default=0)
         return self._saved_bytes(splits) + most
 
@@ -271,7 +271,7 @@ class _Partitions:
             ):  # none should fit, and none does
                 splits = smallest(left, expected)
                 if (eager or len(tries) > 1) and expected(splits) > unsure:
-                    break  # even the smallest is too large, corrected by how far the last run was off
+                    break  # even the smallest should be too large, by the last run
             splits = splits or fastest(left, expected, unsure)
             if splits is None:  # a try fits, and all faster splits are clearly too large
                 break
@@ -300,7 +300,7 @@ class _Partitions:
 
     @property
     def small(self) -> list[Splits]:
-        """The splits that take the fewest bytes as inductor counts them: the same for every budget."""
+        """The splits that inductor counts as smallest: the same for every budget."""
         for graph in self._graphs.values():
             lower(graph.splits)
         options = self._options()
@@ -390,7 +390,7 @@ def _eager_plans(request: Request, profile: Profile, room: Room, over: int, plan
 
 
 def _next_budget(room: Room, tries: Sequence[_Try], most: int) -> int | None:
-    """Return the budget in bytes of the next proposal for the eager step; None if the search is over."""
+    """Return the next budget for the eager step in bytes; None if the search is over."""
     last = tries[-1]
     fits = max((one.asked for one in tries if one.needs <= room.n_bytes), default=None)
     over = min((one.asked for one in tries if one.needs > room.n_bytes), default=None)

@@ -276,7 +276,7 @@ class _Effects:
     def _changes(self) -> Iterator[tuple[Bytes, Bytes]]:
         """Yield for each region the effects of its options (options x intervals), and their ns of links in windows.
 
-        The first option changes nothing, so its rows are 0.
+        The first option changes nothing.
         """
         patterns: dict[tuple[object, ...], list[_LocalEffect]] = {}
         # Regions with one pattern of events have the same effects at these events, so these are computed once. Where

@@ -39,7 +39,7 @@ class Room:
 
     Attributes:
         n_bytes: How many.
-        is_reserved: True if what the allocator of a GPU reserves has to fit; False if the peak has to.
+        is_reserved: Whether what the allocator of a GPU reserves has to fit; else the peak has to.
         outside: What lies on the GPU outside of the allocator; () unless ``is_reserved``.
     """
 
@@ -67,7 +67,7 @@ class Limit:
 
     budget: float | str | None = None
     n_bytes: int | None = None
-    """The budget in bytes, if ``exactly`` made the limit; then ``budget`` is the same number as text."""
+    """The budget in bytes if ``exactly`` made the limit; ``budget`` is the same as text."""
 
     @classmethod
     def exactly(cls, n_bytes: int) -> Limit:
@@ -203,8 +203,8 @@ def within(room: Room, make: Callable[[int], Made], takes: Callable[[Made], tupl
         # It fits; or no plan holds this budget, so none holds a lower one; or enough were tried.
         if needs <= room.n_bytes or peak_bytes > budget_bytes or len(tries) == ROUNDS:
             return min(tries, key=lambda one: one.needs)
-        # At first the budget falls by the excess, which is enough if the holes stay. If it was not, the holes have
-        # moved: from then on, the budget falls at least by 1/64 of the room for each plan so far.
+        # At first the budget falls by the excess, which is enough if the holes stay. If they have moved, it falls from
+        # then on by at least 1/64 of the room for each plan so far.
         least = 0 if len(tries) == 1 else room.n_bytes * len(tries) // 64
         # Counted from the peak and not from the budget. A plan may be well below its budget, and a budget between the
         # two might give the same plan again.

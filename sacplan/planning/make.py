@@ -95,7 +95,7 @@ def outcome_of(request: Request, profile: Profile, *, looks_further: bool = Fals
         limit_bytes = max(least.budget_bytes, least.peak_bytes)
         plan = made_plan(profile, found, limit_bytes, **asked_of(request, asked, found))
         return Outcome(profile, plan, least.peak_bytes)
-    # The tensors fit, so what does not are the segments. If the tensors do not fit either, there was only one try.
+    # The tensors fit, but the segments do not. If the tensors did not, there was only one try.
     if least.peak_bytes <= room.n_bytes:
         error = segments_do_not_fit(profile, found, least.needs, room)
         return Outcome(profile, None, least.peak_bytes, error)
@@ -164,7 +164,7 @@ def plan_by_hand(
 
 
 def asked_of(request: Request, asked: Planner, found: Candidate) -> dict[str, Any]:
-    """Return fields of ``Provenance`` for a candidate: what was asked for, and limits of work that were reached."""
+    """Return fields of ``Provenance``: what a candidate was asked for, and the limits that were reached."""
     searches = asked.searches
     known = (*searches.solvers, *searches.crowded, *(() if asked.last is None else (asked.last,)))
     return {

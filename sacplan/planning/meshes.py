@@ -7,7 +7,7 @@ that holds the budget wins:
 1. Make the ways on every mesh.
 2. Plan each with a quick solver, by rising step time. A plan only adds time, so this ends as soon as the next way
    is slower without a plan than the best one is with its plan.
-3. Plan the ways whose plans are within ``_CLOSE`` of the fastest again, with the solver that was asked for.
+3. Plan the ways within ``_CLOSE`` of the fastest plan with the solver that was asked for.
 
 This is a heuristic. Nothing is proved about other ways: ``Plan.gap`` and ``Plan.lower_bound_ms`` are about
 recomputation with the chosen way. A way that would be fastest only with the careful solver is missed if its quick plan

@@ -122,7 +122,7 @@ class JointGraph:
     @cached_property
     def splits(self) -> tuple[Split, ...]:
         """The splits that are compared; PyTorch's own is the first."""
-        # PyTorch may draw other random numbers again (pytorch#190758): save them.
+        # PyTorch may draw random numbers again, and others (pytorch#190758): save them.
         others = [with_unrepeatable_saved(self.values, names) for names in self._saved_by_pytorch(*_SETTINGS)]
         others += (cheapest_saved(self.values, share * self.own.nbytes) for share in _SHARES)
         return self.own, *(Split(self, saved) for saved in dict.fromkeys(others) if saved != self.own.saved)

@@ -319,7 +319,7 @@ class Planner:
         shares = names == fewer(self.techniques) or self.searches.of(names)[0] is self._widest[0]
         if takes_long and not shares and not self.searches.costs_more_than(_VERY_DEAR, budget_bytes):
             return False
-        # Further decisions and offers may lower every bound, so bounds rule nothing out.
+        # Decisions and offers that come later may lower every bound.
         if _is_about_peaks(names):
             return self.searches.costs_more_than(0.0, budget_bytes)
         return self.searches.may_gain_in(self.searches.of(names)[0], budget_bytes)

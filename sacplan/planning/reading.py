@@ -143,7 +143,7 @@ def amount(parts: Sequence[LayerOps], layers: int, *, with_time: bool = False) -
         return ""
     n_bytes, ms = summed(part.n_bytes for part in parts), summed(part.ms for part in parts)
     figures = []
-    # 0 bytes are not shown if the parts take time: these ops run again only because other ops need their outputs.
+    # 0 bytes are not shown if the parts take time: these ops run again only for other ops.
     if n_bytes is not None and (n_bytes or not ms):
         figures.append(format_bytes(n_bytes))
     if with_time and ms is not None:

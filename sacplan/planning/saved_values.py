@@ -9,8 +9,8 @@ for that (r). A value that is there and not made again is saved (s = a - r):
 
 Without the last row it is a minimum cut.
 
-There are no rows for moments inside the backward pass: what is alive there depends on fusion, and is known only once
-inductor has lowered the graph. The caller has it lowered, for several limits.
+There are no rows for moments inside the backward pass: what is alive there is known only once inductor has fused and
+lowered the graph, which the caller has it do for several limits.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ class PlanSearch:
             asked = corrected
 
     def _noted(self, solution: Solution, solver: Solver) -> Solution:
-        # With a higher limit, the solver might find a cheaper plan. The provenance of the plan says so.
+        # With a higher limit there might be a cheaper plan, and the provenance says so.
         if solution.limited:
             self.limits_reached[solver.name] = None
         return solution

@@ -231,7 +231,7 @@ def _not_run(unit: str, site: CallSite, run: Iterable[CallSite]) -> str:
     """Return the message that no call of a unit runs a call site, with similar sites that it does run."""
     in_place = Counter(one.op for one in run if one.place == site.place)
     places = sorted({one.place for one in run})
-    # List the ops at this place if there are any, else the places of the unit: what the user may have meant.
+    # What the user may have meant: an op at this place if there are any, else a place of the unit.
     if in_place:
         there = ", ".join(op if n == 1 else f"{op} x{n}" for op, n in sorted(in_place.items()))
         there = f"there it runs {there}"

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _ALL = 16  # if there are at most this many sizes, throughput tries all of them
-_REFINEMENTS = 16  # at most so many sizes are tried around the best one
+_REFINEMENTS = 16  # sizes to try around the best one, at most
 
 
 @dataclass(frozen=True, slots=True)

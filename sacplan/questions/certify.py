@@ -311,7 +311,7 @@ class _Runs:
         )  # fmt: skip
 
     def _rows(self, way: str, plans: Sequence[ShapePlan] = ()) -> list[WholeRun]:
-        """Return the rows of a way, with some plans, one for each setting of the allocator."""
+        """Return the rows of a way with some plans, by setting of the allocator."""
         begins(f"playing {len(self.shapes)} steps: {way}")
         steps, played = self._of(plans), [*self._schedule(self.shapes)]
         costs = (zip(*(step_of(at).cost for at in played), strict=True) for step_of in (steps, self._of()))

@@ -305,7 +305,7 @@ class Sweep(Asked):
                 )
                 continue
             self.cases[name] = case
-            # With gradients on the host as well, ways with weights on the host may fit.
+            # With gradients there as well, weights on the host may help.
             more = host_ways(self.ways) if self.whole(name) else ()
             for way in (*self.ways, *filter(case.may_fit, more)):
                 found.append(case.row(way))

@@ -77,7 +77,7 @@ class Asked:
         if own is None:
             return {"no optimizer": None}
         own = BY_NAME[own].make if isinstance(own, str) else own
-        # An optimizer of the table has its name there. Any other is shown by that of its function or class.
+        # Optimizers of the table have a name; others are shown by that of their function or class.
         named = (name for name, one in BY_NAME.items() if one.make is own)
         first = next(named, "") or str(getattr(own, "__name__", type(own).__name__))
         # The compared optimizers are variants of Adam: in place of another optimizer, they would change the training.

@@ -175,7 +175,7 @@ class RankRows:
     def _rank(self, one: Arrangement, name: str, batch: int) -> Profile:
         """Return the step of a rank with ``batch`` samples for each device.
 
-        If possible, optimizers share the recording with the first one, and only the optimizer's step is replaced.
+        Optimizers share the recording with the first one if its optimizer's step can be replaced.
         """
         given, first = self.asked, next(iter(self.asked.makes))
         make = given.makes[name]

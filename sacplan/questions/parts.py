@@ -161,7 +161,7 @@ class _Words:
         said, in_layers, name = what.partition("@")
         if not in_layers:
             return what
-        # Layers are told apart by their number in the list: each saves several activations, and counts once.
+        # By number in the list: each layer saves several activations, and counts once.
         places = {
             match[2] for s in storages if (match := _IN_A_LIST.match(self._module(self.program.writer[s])))
         }

@@ -154,7 +154,7 @@ class SizedStep:
     Attributes:
         record: Records the step on a batch of so many samples of these sizes.
         shapes: The shapes to ask about, or some of them with the smallest and largest value of each size. All values
-            are taken to be multiples of the greatest common divisor of these.
+            are taken to be multiples of the common divisor of these.
     """
 
     record: Callable[..., Profile]
@@ -183,7 +183,7 @@ class SizedStep:
 
     @cached_property
     def _values(self) -> list[tuple[int, ...]]:
-        """For samples and each size, the values at which the step is recorded: two, or one if there is no other."""
+        """For each entry of a shape, the recorded values: two, or one if there is no other."""
         sizes = [sorted(set(values)) for values in zip(*self.shapes, strict=True)]
         most = sizes[0][-1]
         found = [(max(2, most), max(2, most) + 2), *map(_two, sizes[1:])]
@@ -253,7 +253,7 @@ class Peaks:
 
     Attributes:
         coefficients: Powers x ops, the highest power first.
-        inside: Yields, at a size, the op and the workspace bytes of each reduction, to be added.
+        inside: Yields the workspace bytes of reductions at a size, by op.
     """
 
     coefficients: npt.NDArray[np.float64]
