@@ -1,8 +1,8 @@
 """A lower bound: every schedule with a given peak recomputes at least this much.
 
 Take one moment of the step, that is, one op. Some tensors are alive then only because the backward pass will need them.
-Under any schedule, those of them that are still in memory must fit in what the peak leaves beside everything else that
-is alive. The rest must be made again from them, and each op that makes a missing tensor runs at least once more:
+Under any schedule, the tensors kept of these must fit in what the peak leaves after everything else that is alive. The
+others must be made again from the kept ones, and each op that makes a missing tensor runs at least once more:
 
     bytes kept for later at this moment <= peak_bytes - bytes alive for other reasons
 
@@ -15,8 +15,8 @@ The bound holds for schedules that run the recorded ops in their order, recomput
 the code holds. It is not tight: it ignores the memory that recomputation itself needs, it treats every op as one that
 can run again, and it treats storages that are written in place as available at no cost. All three only lower it.
 
-Pinned ops do not run again. If autograd holds what they made, it is in memory at every moment anyway. If an op that
-runs again reads what they made, it has to be kept for that op.
+Pinned ops do not run again. If autograd holds their output, it is in memory at every moment anyway. If an op that runs
+again reads their output, it has to be kept for that op.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sacplan.techniques.recompute.closure import ClosureOp, ClosureProblem, Hull
 
 _MOMENTS, _EFFORT = 6, 20_000  # how many moments, and how many ops all of them together may look at
 _APART = 8  # ops between two moments, at least: neighbours have nearly the same bound
-# The bound is exact, while the times of a plan are summed as floats. Without this, an optimal plan could be below it.
+# The bound is exact, but the times of a plan are summed as floats, so an optimal plan could come out just below it.
 _ROUNDED = 1 - Fraction(1, 2**40)
 
 
@@ -54,7 +54,7 @@ class Bound:
         # Building the problem of one moment takes time linear in the ops, so a long step gets fewer moments.
         count = max(2, min(_MOMENTS, _EFFORT // max(1, len(liveness.at_op))))
         self._ops: list[int] = []
-        # The moments with most bytes first. One that is close to a moment already chosen is passed over.
+        # The moments with most bytes first, without those that are close to a moment already chosen.
         for op in np.argsort(-liveness.at_op, kind="stable").tolist():
             if all(abs(op - other) >= _APART for other in self._ops):
                 self._ops.append(op)
@@ -106,7 +106,7 @@ class _OpBound:
             if op.phase == Phase.FORWARD:
                 for s in (*op.writes, *op.mutates):
                     writers[s].append(i)
-        # Ops that run again read these at no cost, since something holds them at this moment anyway.
+        # Storages that ops can read again at no cost, since something holds them at this moment anyway.
         free = liveness.held_otherwise(moment) | fixed
         makers: dict[int, int] = {}  # storage to the op that makes it
         reads: dict[int, list[int]] = {}  # op that can run again to the storages that it needs
@@ -156,8 +156,8 @@ class _OpBound:
         # Refine the edge around ``room``. The chord between two known vertices is never below the hull, which is
         # convex. Once no vertex lies below the chord, the chord is an edge of the hull.
         while True:
-            # The two known vertices on either side of ``room``. There are two: the checks above have dealt with room
-            # outside of the first and the last vertex.
+            # The two known vertices on either side of ``room``, which is between the first and the last vertex: the
+            # checks above have dealt with any other.
             at = next(i for i, vertex in enumerate(vertices) if vertex.kept <= room)
             left, right = vertices[at - 1], vertices[at]
             slope = Fraction(right.cost - left.cost, left.kept - right.kept)

@@ -1,7 +1,7 @@
 """A candidate for a plan: decisions about a step, and what the step is with them.
 
-Whoever decides something, a solver, a rule or a user, makes a candidate of it. All that is said of it is read from one
-place, the rewritten program. A search compares candidates by their figures, and ``made_plan`` copies these into a plan.
+Decisions of a solver, a rule or a user become a candidate. All of its figures are read from one place, the rewritten
+program. A search compares candidates by these figures, and ``made_plan`` copies them into a plan.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Candidate:
     solver: str = "none"
 
     def __post_init__(self) -> None:
-        # Measured now: the program is remembered only until a few others have been made, and decisions that cannot be
-        # carried out are an error of whoever made them.
+        # Measured now: only the last few rewritten programs are cached, and decisions that cannot be carried out should
+        # raise where they are made.
         _ = self.cost
 
     @property
@@ -60,12 +60,12 @@ class Candidate:
 
     @property
     def recompute_ms(self) -> float:
-        """Time of what runs again."""
+        """Time of the ops that run again."""
         return self.footprint.recompute_ms
 
     @property
     def host_bytes(self) -> int:
-        """The most that the decisions have in the memory of the host."""
+        """Peak of what the decisions keep in the memory of the host."""
         return self.footprint.host_peak_bytes
 
     @cached_property
@@ -77,13 +77,13 @@ class Candidate:
 
     @cached_property
     def cost(self) -> float:
-        """The objective: the cost of what runs again, plus that of the other techniques' ops."""
+        """The objective: the cost of the ops that run again, plus that of the additional time (``added_ms``)."""
         again = sum(self.step.costs[op] for op in self.footprint.again)
         return again + self.step.added_cost(self.added_ms)
 
     @cached_property
     def techniques(self) -> tuple[Technique, ...]:
-        """The techniques that have decisions in it."""
+        """The techniques of its decisions."""
         return tuple(technique for technique, _ in by_technique(self.decisions))
 
     @property
@@ -93,13 +93,13 @@ class Candidate:
 
     @property
     def discarded(self) -> Discarded:
-        """By unit, the call sites whose ops run again."""
+        """By unit, the call sites whose ops run again, and how often."""
         return discarded_by(self.decisions)
 
     @property
     def left(self) -> Program:
-        """The step as the units of the plan see it: without ops that other techniques have moved away."""
-        # Techniques that share units watch the ops that run there, and move none.
+        """The step with the decisions of techniques that share no units: what is left to run in units."""
+        # Techniques that share units only watch the ops that run there.
         shared = tuple(technique.decision for technique in self.techniques if technique.shares_units)
         others = [one for one in self.decisions if not isinstance(one, shared)]
         return rewritten(self.step.program, others, self.step.device)
@@ -107,18 +107,18 @@ class Candidate:
     @property
     def lower_bound_ms(self) -> float:
         """The least recomputation of any schedule with this peak that keeps what is pinned."""
-        # Where memory is freed in other ways than by recomputation, nothing has to run again.
+        # If memory can be freed without running ops again, a schedule need not recompute anything.
         if any(technique.frees_otherwise for technique in self.techniques):
             return 0.0
-        # A step of its own, whose costs are times whatever the objective is.
+        # A new step with the default objective, so that costs are times.
         left = PlanStep(self.left)
         bound = bound_of(left.program, left.costs, self.step.pins.kept_ops)
         return min(bound.at(self.footprint.peak_bytes), self.footprint.recompute_ms)
 
     @property
     def units(self) -> tuple[Mapping[str, UnitPlan], tuple[OpSequence, ...]]:
-        """Return what each unit keeps and recomputes, and the op sequences that its calls run (see ``unit_plans``)."""
-        # Techniques that watch the ops of a unit see those that are left, also where nothing is recomputed.
+        """What each unit keeps and recomputes, and the op sequences that its calls run (see ``unit_plans``)."""
+        # Techniques that watch the ops of a unit see only those that are left.
         watched = any(technique.shares_units for technique in self.techniques)
         fqns = dict.fromkeys(unit for one in self.decisions for unit in one.units)
         return unit_plans(self.left if watched else self.step.program, self.discarded, fqns)

@@ -1,4 +1,4 @@
-"""The layers of a step, found by structure, and what checkpointing one of them discards."""
+"""The layers of a step, found by structure, and what checkpointing a layer discards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def everything(ops: Sequence[Op]) -> set[int]:
 def runs_of(program: Program) -> list[list[str]]:
     """Return runs of at least two siblings that are alike and feed one another, the longest first.
 
-    Runs do not nest. If two do (layers, and numbered modules inside each of them), the longer one wins. This is greedy.
+    Of two runs that nest (layers, and numbered modules in a layer), only the longer one is returned. This is greedy.
     """
     members: dict[str, set[str]] = defaultdict(set)  # module to the names of modules called directly in it
     for fqn in program.calls:
@@ -40,7 +40,7 @@ def runs_of(program: Program) -> list[list[str]]:
         return program.ops_in(program.calls[fqn][0])
 
     def follows(one: str, other: str) -> bool:
-        # Half of the names is enough: layers of one model may differ, such as dense ones and mixtures of experts.
+        # Sharing half of the names is enough: a model may mix dense layers and mixtures of experts.
         alike = 2 * len(members[one] & members[other]) >= len(members[one] | members[other])
         return alike and program.depends(first_call(other), first_call(one))
 
@@ -66,21 +66,21 @@ def runs_of(program: Program) -> list[list[str]]:
 def discarded_in(program: Program, fqn: str, selects: Selects, pins: Pins) -> Discarded:
     """Return by unit the call sites that one layer discards, each once.
 
-    These are the selected ops that made saved tensors, and the selected ops that have to run again for those. The unit
-    is the layer, or if pins forbid that, modules inside it.
+    These are the selected ops that made saved tensors, and the selected ops that have to run again to feed them. The
+    unit is the layer; if pins forbid that, modules inside it are units.
     """
     chosen: set[int] = set()
     for scope in program.calls[fqn]:
-        # Selected by position within one call, so that every call of a layer counts its matmuls anew.
+        # Selected by position within one call, so that matmuls are counted from 0 in every call of a layer.
         order = [i for i in program.sites(scope) if program.ops[i].phase == Phase.FORWARD]
         chosen.update(order[at] for at in selects([program.ops[i] for i in order]))
-    # Pinned ops go after the selection, so that they do not change how matmuls are counted.
+    # Pinned ops are removed only after the selection, so that they do not change how matmuls are counted.
     chosen -= pins.kept_ops
     found = {}
     for unit in pins.units_in(program, fqn):
         sites: dict[CallSite, int] = {}
         for scope, (inside, outside) in _saved_by_call(program, unit).items():
-            # A storage that something else holds is available without recomputing; above all, the unit's own output.
+            # Storages that something else holds, such as the unit's output, need no recomputation.
             again = _again(program, scope, inside, outside | program.liveness.outlives_forward, chosen)
             sites.update((site, 1) for op, site in program.sites(scope).items() if op in again)
         # A decision holds for all calls of the unit. If an op may not run again in one call, its site is kept in all.
@@ -93,8 +93,8 @@ def discarded_in(program: Program, fqn: str, selects: Selects, pins: Pins) -> Di
 
 
 def _saved_by_call(program: Program, fqn: str) -> dict[int, tuple[set[int], set[int]]]:
-    """Return by call of a module the storages that autograd saves in it, and those that it saves anywhere else."""
-    # A handle counts as inside a call if autograd took it in that call or in one within it.
+    """Return for each call of a module the storages that autograd saves in this call, and those it saves elsewhere."""
+    # A handle is inside a call if autograd took it in this call or in a call nested in it.
     scopes = {scope for scope in program.liveness.handle_scopes if scope != ROOT_SCOPE}
     around = {scope: {scope, *program.ancestors(scope)} for scope in scopes}
     by_call: dict[int, tuple[set[int], set[int]]] = {call: (set(), set()) for call in program.calls[fqn]}
@@ -109,12 +109,12 @@ def _again(
 ) -> set[int]:
     """Return the chosen ops of one call that have to run again to make its saved storages.
 
-    Walks from the saved storages back to their makers, and on to what those read, as far as the makers are chosen and
-    nothing else holds the storage.
+    Walks from the saved storages back to the ops that made them, and on to what these ops read. It ends at ops that are
+    not chosen and at storages in ``held``.
     """
     ops = program.ops
     inside = [i for i in program.sites(scope) if i in chosen and ops[i].recomputable]
-    # Storages that something else holds have no entry, so the walk ends at them.
+    # Storages in ``held`` have no entry, so the walk ends at them.
     maker = {s: i for i in inside for s in ops[i].writes if s not in held}
     stack = [maker[s] for s in saved if s in maker]
     again = set(stack)

@@ -1,15 +1,15 @@
-"""Plans for a compiled step: proposals, each of which is run compiled, without kernels, and judged by that.
+"""Plans for a compiled step: proposals, each of which is run compiled, without kernels, and judged by that run.
 
-The compiler saves less than an eager step, or more; it recomputes what fuses for nothing, and reuses buffers. None of
-that is modelled here. There are two kinds of proposals, and one search, whose budget moves by what is left, or over:
+The compiler may save less than an eager step, or more; it recomputes what it can fuse at no cost, and reuses buffers.
+None of that is modelled here. There are two kinds of proposals:
 
 - With inductor, partitions of the joint graphs (``partitions.py``), from the fastest to the smallest. What runs eagerly
-  beside compiled modules is planned like any step: with a partition, the dry run is the recording, in which the
-  compiled modules stay as they are. Both together are run again.
-- With another backend, and where the user has a say in what is recomputed: plans for the eager step, whose ops are
-  tags in the graph. With inductor, too, if no partition holds the budget, and the smallest plan is not far from it.
+  around compiled modules is planned on the dry run with a partition. Then partition and plan are run together.
+- With another backend, or if the user chooses what is recomputed: plans for the eager step, which tag ops in the
+  graph. The budget moves by what the last run left, or was over. With inductor, too, if no partition holds the budget,
+  and the smallest plan is near it.
 
-A proposal counts only with the peak of its dry run. The cheapest one that holds the budget wins, by its compiled time.
+Only the peak of the dry run decides whether a proposal holds the budget. Of those that do, the fastest compiled wins.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ _CLOSE = 0.01
 """Share of the budget that a plan may leave unused without a cheaper one being sought."""
 
 _UNSURE = 0.05
-"""Share of the budget by which a split may be over it before it is run: what inductor does not count differs by that
-between two splits of T5 (``benchmarks.compiled_budgets``). If the smallest is over by more, none is sought."""
+"""A split that is expected to be over the budget by more than this share is not run: what inductor does not count
+differs by that between two splits of T5 (``benchmarks.compiled_budgets``)."""
 
 _WORTH = 0.005
-"""Share of the step by which a split must be faster than one that fits, so that it is run, too."""
+"""Share of the step by which a split has to be faster than one that fits to be run as well."""
 
 
 Planned = Callable[[Request, Profile], Plan]
-"""Plans a step."""
+"""A function that plans a step."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -70,9 +70,9 @@ class _Try:
 
     Attributes:
         plan: the proposal.
-        seen: the step with it.
-        needs: what of it is compared with the room.
-        splits: how it splits compiled graphs.
+        seen: the dry run of the step with this plan.
+        needs: bytes of the run that are compared with the room.
+        splits: how the plan splits compiled graphs; () if it does not.
     """
 
     plan: Plan
@@ -82,25 +82,25 @@ class _Try:
 
     @property
     def asked(self) -> int:
-        """The budget of a proposal that was planned for the eager step."""
+        """The budget in bytes of a proposal for the eager step; 0 for none."""
         return self.plan.budget_bytes or 0
 
 
 def compiled_plan(
     request: Request, profile: Profile, planned: Planned, smallest: Planned, unplanned: Plan
 ) -> Plan | InfeasibleBudget:
-    """Return the cheapest plan that was found for a compiled step, or why there is none.
+    """Return the fastest plan found for a compiled step, or the error that says why there is none.
 
     Args:
         request: what is asked for.
         profile: of the compiled step.
         planned: plans an eager step, or what runs eagerly in a compiled one, or raises ``InfeasibleBudget``.
-        smallest: returns that plan with the smallest peak, whatever the limit.
+        smallest: returns such a plan with the smallest peak, whatever the limit.
         unplanned: the compiled step without a plan.
 
     Raises:
-        PlanError: the profile cannot run again, a technique leaves what is compiled alone, and that is the whole model;
-            or a proposal cannot run compiled.
+        PlanError: the profile cannot run again; the whole model is compiled, and a technique works only on what is
+            not; or a proposal cannot run compiled.
     """
     room = request.limit.room_of(profile)
     over = max(0, room.needs(profile.program) - room.n_bytes)
@@ -141,17 +141,17 @@ def splits_graphs(request: Request, profile: Profile) -> bool:
 
 
 def works_nowhere(techniques: Sequence[str], profile: Profile) -> str:
-    """Return why some of the techniques have no place in a step, because all of it is compiled; empty if they have."""
+    """Return why some of the techniques cannot work in a step, because all of it is compiled; ``""`` if all can."""
     how = profile.fingerprint.setup.compiled
     why = " ".join(filter(None, (TECHNIQUES[name].uncompiled for name in techniques)))
     return f"this step is compiled as a whole. {why}" if why and how is not None and "" in how.modules else ""
 
 
 def _runs_eagerly(request: Request, profile: Profile) -> bool:
-    """Whether anything runs eagerly beside what is compiled.
+    """Whether anything of a compiled step runs eagerly.
 
     Raises:
-        PlanError: nothing does, and a technique that is asked for works nowhere else.
+        PlanError: nothing does, and a technique that was asked for works only there.
     """
     if why := works_nowhere(request.techniques_for(profile), profile):
         raise PlanError(why)
@@ -162,21 +162,21 @@ def _runs_eagerly(request: Request, profile: Profile) -> bool:
 def _partitions(
     request: Request, profile: Profile, room: Room, planned: Planned, unplanned: Plan
 ) -> list[_Try]:
-    """Return partitions that were run, alone, and beside what is planned for the step as it is, or with the smallest.
+    """Return the tries of partitions: alone, then together with plans for what runs eagerly.
 
-    What is beside them may hold the room by itself, or leave more of it to them.
+    These are for the step as it is and the smallest partition. They may fit alone, or leave more room to partitions.
     """
     eagerly, partitions = _runs_eagerly(request, profile), _Partitions(profile, unplanned)
     tries = partitions.within(room)
     for step in dict.fromkeys((tries[0], min(tries, key=lambda one: one.needs)) if eagerly else ()):
-        beside = _beside(request, step.seen, room, planned)
-        if beside.decisions:
-            tries += partitions.within(room, beside, step.splits)
+        eager = _plan_of_eager(request, step.seen, room, planned)
+        if eager.decisions:
+            tries += partitions.within(room, eager, step.splits)
     return tries
 
 
-def _beside(request: Request, step: Profile, room: Room, planned: Planned) -> Plan:
-    """Return the cheapest plan for what runs eagerly in a compiled step; if none holds the room, about the smallest."""
+def _plan_of_eager(request: Request, step: Profile, room: Room, planned: Planned) -> Plan:
+    """Return the cheapest plan for what runs eagerly in a compiled step; if none fits, one near the smallest peak."""
     limit = request.limit if room.is_reserved else Limit.exactly(room.n_bytes)
     asked = dataclasses.replace(request, limit=limit, beside_compiled=True)
     try:
@@ -187,7 +187,7 @@ def _beside(request: Request, step: Profile, room: Room, planned: Planned) -> Pl
 
 
 class _Partitions:
-    """Proposals for a compiled step that split its graphs otherwise, alone or beside a plan for what runs eagerly."""
+    """Proposals that split the graphs of a compiled step differently, with or without a plan for what runs eagerly."""
 
     def __init__(self, profile: Profile, unplanned: Plan) -> None:
         how: Any = profile.fingerprint.setup.compiled
@@ -208,7 +208,7 @@ class _Partitions:
             for given in profile.source.joint_graphs if profile.source else ():
                 note(given)
             if not graphs or any(graph.is_dynamic for graph in graphs.values()):
-                # Sizes that were symbols may be fixed by now: each graph is lowered while it is compiled.
+                # Symbolic sizes may be fixed by now: lower each graph while it is compiled.
                 graphs.clear()
                 with joint_graphs_noted(lambda given: lower(note(given).splits)):
                     profile.run_again()
@@ -216,9 +216,9 @@ class _Partitions:
                 graph.world = functools.partial(compiler_for, profile.spec)
         self._graphs = graphs
 
-    def run(self, splits: Splits, beside: Plan | None = None) -> tuple[Plan, Profile]:
-        """Return the plan with one split of each graph, and the step with it."""
-        beside = beside or self._unplanned
+    def run(self, splits: Splits, eager: Plan | None = None) -> tuple[Plan, Profile]:
+        """Return the plan with one split of each graph and the decisions of ``eager``, and its dry run."""
+        eager = eager or self._unplanned
         decisions = tuple(
             Partition(self._unit, key, tuple(sorted(split.saved)))
             for key, split in zip(self._graphs, splits, strict=True)
@@ -228,9 +228,9 @@ class _Partitions:
         ratio = max(0.0, 1 - left / max(1, before))
         plan = structs.replace(
             self._unplanned,
-            decisions=(*decisions, *beside.decisions),
-            units={self._unit: UnitPlan(ratio, 0.0), **beside.units},
-            sequences=beside.sequences,
+            decisions=(*decisions, *eager.decisions),
+            units={self._unit: UnitPlan(ratio, 0.0), **eager.units},
+            sequences=eager.sequences,
             status="feasible",
         )
         seen = self._profile.run_with(plan)
@@ -241,20 +241,20 @@ class _Partitions:
         return self._calls * sum(split.expected.saved_bytes for split in splits)
 
     def n_bytes(self, splits: Splits) -> int:
-        """Return about what graphs take while they run that are split so, without all else that is there."""
+        """Return about how many bytes the graphs take with these splits while they run, and nothing else."""
         most = max((split.expected.needs_bytes(0) for split in splits), default=0)
         return self._saved_bytes(splits) + most
 
-    def within(self, room: Room, beside: Plan | None = None, start: Splits | None = None) -> list[_Try]:
-        """Return those that were run to find the fastest within some room.
+    def within(self, room: Room, eager: Plan | None = None, start: Splits | None = None) -> list[_Try]:
+        """Return the tries that were run to find the fastest splits within some room.
 
         Args:
             room: it is too small for the step as it is.
-            beside: a plan for what runs eagerly.
-            start: what is run first with it; by default, what PyTorch does by itself.
+            eager: a plan for what runs eagerly.
+            start: the splits that are run first with ``eager``; by default, PyTorch's own.
         """
         start = start or tuple(graph.own for graph in self._graphs.values())
-        ran = (self._unplanned, self._profile) if beside is None else self.run(start, beside)
+        ran = (self._unplanned, self._profile) if eager is None else self.run(start, eager)
         tries = [_Try(*ran, room.needs(ran[1].program), start)]
 
         def left() -> list[Splits]:
@@ -270,19 +270,19 @@ class _Partitions:
                 one.needs > room.n_bytes for one in tries
             ):  # none should fit, and none does
                 splits = smallest(left, expected)
-                if (beside or len(tries) > 1) and expected(splits) > unsure:
-                    break  # nor will any, by what the runs so far were off
+                if (eager or len(tries) > 1) and expected(splits) > unsure:
+                    break  # even the smallest should be too large, by the last run
             splits = splits or fastest(left, expected, unsure)
-            if splits is None:  # one fits, and what is faster is too large by far
+            if splits is None:  # a try fits, and all faster splits are clearly too large
                 break
-            plan, seen = self.run(splits, beside)
+            plan, seen = self.run(splits, eager)
             tries.append(_Try(plan, seen, room.needs(seen.program), splits))
         return tries
 
     def _expected(self, ran: _Try) -> Callable[[Splits], int]:
-        """Return about what the step takes with other splits than those of a run.
+        """Return a function that estimates from one run what the step takes with other splits.
 
-        Where it peaks while a graph runs, what that has alive counts; elsewhere, only what the graphs save.
+        The larger of two peaks counts: while a graph runs, all that it has alive changes; else only what graphs save.
         """
         program = ran.seen.program
         inside = resolve_pins(program, ran.seen.fingerprint, (), ()).compiled_ops
@@ -300,20 +300,20 @@ class _Partitions:
 
     @property
     def small(self) -> list[Splits]:
-        """Those that take least by inductor: the same for every budget."""
+        """The splits that inductor counts as smallest: the same for every budget."""
         for graph in self._graphs.values():
             lower(graph.splits)
         options = self._options()
         found = sorted(options, key=lambda one: (self.n_bytes(one), order_of(one)))[:2]
-        # Inductor does not count that kernels write where they read, which they may where nothing is saved.
+        # The one that saves least may be smaller still: inductor does not count that kernels write in place.
         found.append(min(options, key=lambda one: (sum(s.lowered.saved_bytes for s in one), order_of(one))))
         return list(dict.fromkeys(found))
 
     def _options(self) -> list[Splits]:
-        """Return some ways to split all graphs: all that there are of a single one.
+        """Return some ways to split all graphs; of a single graph, all of them.
 
-        Of several, they go from the fastest to those that take least, one graph at a time, where it costs least for a
-        byte.
+        Of several, the first way has the fastest split of each. Each further one takes the next smaller split of one
+        graph, where a byte costs the least time.
         """
         graphs = [graph.splits for graph in self._graphs.values()]
         if len(graphs) == 1:
@@ -343,7 +343,7 @@ class _Partitions:
 
 
 def smallest_compiled(request: Request, profile: Profile, smallest: Planned, unplanned: Plan) -> Plan:
-    """Return the plan for a compiled step with the smallest peak that was found; arguments as for ``compiled_plan``."""
+    """Return the plan with the smallest peak found for a compiled step; arguments as for ``compiled_plan``."""
     tries = _small(request, profile, smallest, unplanned)
     plan, _ = min(tries, key=lambda one: (one[1].peak_bytes, one[1].step_ms))
     return as_compiled(plan, profile)
@@ -352,7 +352,7 @@ def smallest_compiled(request: Request, profile: Profile, smallest: Planned, unp
 def _small(
     request: Request, profile: Profile, smallest: Planned, unplanned: Plan
 ) -> list[tuple[Plan, Profile]]:
-    """Return the plans among which the smallest is looked for, and the steps with them: the same for every budget."""
+    """Return candidates for the plan with the smallest peak, and their dry runs: the same for every budget."""
     runs_eagerly = _runs_eagerly(request, profile)
     found = [profile.planned_and_run(functools.partial(smallest, request))]
     if not splits_graphs(request, profile):
@@ -360,17 +360,17 @@ def _small(
     partitions = _Partitions(profile, unplanned)
     for splits in partitions.small:
         plan, seen = partitions.run(splits)
-        beside = (
+        eager = (
             smallest(dataclasses.replace(request, beside_compiled=True), seen) if runs_eagerly else unplanned
         )
         found.append((plan, seen))
-        if beside.decisions:
-            found.append(partitions.run(splits, beside))
+        if eager.decisions:
+            found.append(partitions.run(splits, eager))
     return found
 
 
 def _eager_plans(request: Request, profile: Profile, room: Room, over: int, planned: Planned) -> list[_Try]:
-    _runs_eagerly(request, profile)  # or a technique has no place
+    _runs_eagerly(request, profile)  # for its error
     most = profile.uncompiled.peak_bytes
     tries: list[_Try] = []
     budget: int | None = most - over
@@ -379,7 +379,7 @@ def _eager_plans(request: Request, profile: Profile, room: Room, over: int, plan
         try:
             plan, seen = profile.planned_and_run(functools.partial(planned, asked))
         except InfeasibleBudget as error:
-            # The smallest peak of the eager step, once. It may be small enough when it is compiled.
+            # Ask for the smallest peak of the eager step, but only once: compiled, it may fit.
             if any(one.asked <= error.smallest_feasible_bytes for one in tries):
                 break
             budget = error.smallest_feasible_bytes
@@ -390,13 +390,13 @@ def _eager_plans(request: Request, profile: Profile, room: Room, over: int, plan
 
 
 def _next_budget(room: Room, tries: Sequence[_Try], most: int) -> int | None:
-    """Return the budget of the next proposal; None if the search is over."""
+    """Return the next budget for the eager step in bytes; None if the search is over."""
     last = tries[-1]
     fits = max((one.asked for one in tries if one.needs <= room.n_bytes), default=None)
     over = min((one.asked for one in tries if one.needs > room.n_bytes), default=None)
     left = room.n_bytes - last.needs
     if fits is None:
-        # Peaks of plans lie below their budgets: the next one must do better than this plan did.
+        # Peaks of plans lie below their budgets. ``left`` is negative here.
         return min(last.plan.peak_bytes, last.asked) + left
     if left >= 0 and (left <= _CLOSE * room.n_bytes or last.asked >= most or not last.plan.decisions):
         return None
@@ -406,12 +406,12 @@ def _next_budget(room: Room, tries: Sequence[_Try], most: int) -> int | None:
 
 
 def as_compiled(plan: Plan, profile: Profile) -> Plan:
-    """Return a plan of the eager step with the figures of the compiled one, which is run with it, dry."""
+    """Return a plan with the figures of a dry run of the compiled step with this plan."""
     seen = profile.run_with(plan)
     figures: dict[str, Any] = {
         "peak_bytes": seen.peak_bytes,
         "baseline_peak_bytes": profile.peak_bytes,
-        # What the compiler recomputes has no place in the plan; what it adds to the step has.
+        # What the compiler recomputes is only known as the difference of the two runs.
         "recompute_ms": max(0.0, _computing_ms(seen) - _computing_ms(profile)),
         "recompute_flops": max(0, seen.program.flops - profile.program.flops),
         "step_ms": profile.step_ms,
@@ -428,7 +428,7 @@ def as_compiled(plan: Plan, profile: Profile) -> Plan:
 
 
 def _computing_ms(seen: Profile) -> float:
-    """Return the time of a dry run without copies to the host and back: on a device they run beside computation."""
+    """Return the time of a dry run without copies to the host and back: on a device, these overlap computation."""
     ops, kinds = seen.program.ops, seen.program.storage_kinds
     copies = (op for op in ops if any(kinds[s] == StorageKind.HOST for s in (*op.reads, *op.writes)))
     return seen.step_ms - sum(op.time_ms for op in copies)
@@ -439,7 +439,7 @@ def _waits_ms(plan: Plan, profile: Profile) -> float:
     stay = [one for technique, own in by_technique(plan.decisions) if not technique.takes_host for one in own]
     if len(stay) == len(plan.decisions):
         return 0.0
-    # A plan with partitions is for the compiled recording, any other is for the uncompiled step.
+    # A plan with partitions is about the compiled recording, any other about the uncompiled step.
     program = (profile if plan.partitions else profile.uncompiled).program
     with_copies, without = (rewritten(program, d, profile.spec).step_ms for d in (plan.decisions, stay))
     return with_copies - without

@@ -1,4 +1,4 @@
-"""Everything that planning derives from a step, whatever the budget: regions, effects and bounds. It is made once."""
+"""What planning derives from a step whatever the budget, once for each step: regions, effects and bounds."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from sacplan.techniques.base.step import PlanStep, op_costs
 from sacplan.techniques.registry import DEFAULT_TECHNIQUES, TECHNIQUES, longest_run, regions, rewritten
 
 _WIDE = 2e-3
-"""Cost that a unit around several regions is charged, as a share of the forward pass.
+"""Cost of making a module around several regions a unit, as a share of the forward pass.
 
-The executor looks at every op in a unit, even in layers that keep everything, and that takes time.
+The executor intercepts every op in a unit, even in layers that keep everything, which takes time.
 """
 
 
-# Of joined regions, between two neighbours and all of a kind; each about 1.4 times the one before.
+# Numbers of regions to join, between two and all of a kind; each about 1.4 times the one before.
 _SIZES = (3, 4, 6, 8, 12, 16, 24, 32)
 
 
-# Without slots, and compared by identity: what is derived is kept in ``__dict__``.
+# Without slots, and compared by identity: derived values are kept in ``__dict__``.
 @dataclass(frozen=True, eq=False)
 class PlanningContext:
     """Regions, effects and bounds of a step for given techniques and offers, each computed when first needed.
 
     Attributes:
         step: The step that is planned for. Its pins keep the ops that the offers take.
-        techniques: Names of the techniques whose options the regions have. If there are none, only the offers are
-            left to choose from.
-        offers: Choices beside the regions.
+        techniques: Names of the techniques whose options the regions have. If it is empty, only the offers are left
+            to choose from.
+        offers: Choices in addition to those of the regions.
     """
 
     step: PlanStep
@@ -51,20 +51,20 @@ class PlanningContext:
     def bound_at(self, peak_bytes: int, most: float = math.inf) -> float:
         """Return the least that any plan with this peak costs, in the unit of the costs.
 
-        With one offer, each of its options is a step of its own: the bound is the smallest cost of an option together
-        with the recomputation that is left. With several, the offers count as free, each at its lowest peak.
+        With one offer, each of its options gives a rewritten step: the bound is the smallest sum of an option's cost
+        and the least recomputation of its step. With several, each offer is taken at its lowest peak, at no cost.
 
         Args:
             peak_bytes: The peak.
-            most: Where the bound is at least this, return this instead. Fewer options have to be worked out then.
+            most: If the bound is at least this, return this instead, so that fewer options have to be worked out.
         """
         if len(self.offers) != 1:
             return min(most, self._bound_with(self._furthest).at(peak_bytes))
         (offer,) = self.offers
-        # The offer not taken is an option, too. It comes first, and limits which of the others are looked at.
+        # Not taking the offer is an option, too. Its bound comes first, and limits which others are looked at.
         least = min(most, self._bound_with(()).at(peak_bytes))
         for option, decision in zip(offer.options(), offer.decisions, strict=True):
-            # Each may take a rehearsal. Those that follow cost more, and leave no less to recompute than the last one.
+            # Working out a step may take a rehearsal. Later options cost more, and recompute no less than ``bound``.
             if option.cost >= least or option.cost + self.bound.at(peak_bytes) >= least:
                 break
             least = min(least, option.cost + self._bound_with((decision,)).at(peak_bytes))
@@ -72,10 +72,10 @@ class PlanningContext:
 
     @derived
     def _bound_with(self, decisions: tuple[Decision, ...]) -> Bound:
-        """Return lower bounds on the recomputation of the step in which these offers are taken."""
+        """Return lower bounds on the recomputation of the step with these decisions of offers."""
         program, costs = rewritten(self.program, decisions, self.step.device), self.step.costs
-        # The rewritten program begins with the recorded ops, whose costs stay as they are. With FLOPs as the
-        # objective, a new conversion rate would change them. Only the ops behind them get costs here.
+        # The rewritten program begins with the recorded ops, which keep their costs: with FLOPs as the objective, a
+        # new conversion rate would change them. Only the ops that follow get costs here.
         if decisions:
             costs = costs + op_costs(program, self.step.objective)[len(costs) :]
         return bound_of(program, costs, self.step.pins.kept_ops)
@@ -102,14 +102,12 @@ class PlanningContext:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many neighbouring regions to join: none, two, all of a kind, and then sizes in between.
+        """How many neighbouring regions to join, in the order to try: 1, 2, all of a kind, then sizes in between.
 
-        This is the order in which they are tried, so that the extremes are known early. Without options for regions,
-        joining them changes nothing.
+        So the extremes are known early. Without techniques for regions, the only size is 1: joining changes nothing.
         """
         run = longest_run(self.step) if self.techniques else 1
-        # Joining more than the longest run changes nothing. ``run`` may be one of the other sizes, so each size is
-        # taken once, in this order.
+        # Larger sizes than the longest run change nothing. ``run`` may also be in ``_SIZES``, so each is taken once.
         sizes = (1, 2, run, *_SIZES)
         return tuple(dict.fromkeys(size for size in sizes if size <= run))
 
@@ -130,12 +128,11 @@ def planning_context(
 ) -> PlanningContext:
     """Return the context of a step. It is kept with the program, so that several budgets share it.
 
-    Techniques without options for regions do not count: what they add are the offers.
+    Techniques without options for regions are not part of its key: they only add offers.
     """
     known = _contexts(step.program)
     techniques = tuple(name for name in techniques if TECHNIQUES[name].is_about_regions)
-    # Offers are told apart by the decision of their first option. They cannot be hashed themselves, since patches have
-    # dicts in them.
+    # Offers are told apart by the decision of their first option. Offers themselves compare by identity.
     key = (techniques, tuple(offer.first for offer in offers), *step.key)
     if key not in known:
         known[key] = PlanningContext(step, techniques, offers)
@@ -144,5 +141,5 @@ def planning_context(
 
 @derived
 def _contexts(program: Program) -> dict[Hashable, PlanningContext]:
-    """Return the contexts of a program by what was asked for: a dict that ``planning_context`` fills."""
+    """Return the contexts of a program by key: a dict that ``planning_context`` fills."""
     return {}

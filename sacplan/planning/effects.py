@@ -23,8 +23,8 @@ is a cost of the plan (priced rows, ``solvers/problem.py``). Ops that run again 
 evenly over the time from where it may begin to where it has to be over. Real queues also wait where copies begin late
 in a window, so the model is optimistic, and the clocks of the rewritten program decide.
 
-Options that cost more and save nothing are dropped, and so are those that differ too little to matter. The latter
-may cost the optimum a share of ``_ALIKE``.
+Options that cost more and save nothing are dropped, and so are near duplicates of other options, which may cost the
+optimum a share of ``_ALIKE``.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from sacplan.techniques.registry import TECHNIQUES
 Bytes = npt.NDArray[np.int64]
 
 _ALIKE = 2e-3  # share of the peak, and of the cost, that dropping near duplicates may lose over all regions together
-# Windows of the step, in each of which copies share a link. Found by trial on Flux LoRA: of 16, 32, 64 and 128, the
-# coarse ones let neighbouring layers hide behind computation that is too far away.
+# Windows of the step, in each of which copies share a link. Found by trial on Flux LoRA among 16, 32, 64 and 128: with
+# few windows, copies of neighbouring layers overlapped computation that is too far away.
 _WINDOWS = 64
 _NS = 1e6  # in a millisecond
 _OP, _FREE, _CALLS = int(Event.OP), int(Event.FREE), (int(Event.ENTER), int(Event.EXIT))
@@ -67,7 +67,7 @@ _INSTANCES = int(Event.UNPACK), int(Event.DROP)
 
 @dataclass(frozen=True, slots=True)
 class _LocalEffect:
-    """The effect of an option at the events of its region. Regions of one kind have equal ones.
+    """The effect of an option at the events of its region; equal for regions that look alike.
 
     All bytes are relative to the step without the option.
 
@@ -87,10 +87,10 @@ class _LocalEffect:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """The effects known so far for one program, whatever the techniques and offers that they are asked for with.
+    """The effects known so far for one program, shared by all choices of techniques and offers.
 
     Attributes:
-        patterns: Pattern of a region's events to a number. A pattern is long, so effects are kept by its number.
+        patterns: Number of each pattern of a region's events: patterns are too long for keys of ``effects``.
         effects: Effects by the number of the pattern and what the option does to its events.
     """
 
@@ -108,7 +108,7 @@ class _Events:
 
     Attributes:
         events: Position, code and argument of each event.
-        made: Storages that ops of the region write, or whose lives are its options' from the beginning.
+        made: Storages that ops of the region write, or whose lives its options change.
         at: Position in the program to index in ``events``.
         about: Storage to the indices of its events.
     """
@@ -120,8 +120,8 @@ class _Events:
         self.at = {position: k for k, (position, _, _) in enumerate(events)}
         self.about: dict[int, list[int]] = defaultdict(list)
         storage_of = program.storage_of
-        # An event is about the storages that it begins or ceases to hold: those that an op writes, or the one that any
-        # other event names. Entering or leaving a module is about none.
+        # An event is about the storages that it begins or ceases to hold: an op about those that it writes, any other
+        # event about the one that it names. Entering or leaving a module is about none.
         for k, (_, code, arg) in enumerate(events):
             if code == _OP:
                 for s in program.ops[arg].writes:
@@ -131,8 +131,7 @@ class _Events:
 
     def touched(self, patch: Patch, storages: Iterable[int]) -> list[int]:
         """Return the indices of the events that a patch replaces or that concern these storages."""
-        # A patch that replaced an event outside of its region would end in a KeyError here. Techniques must not make
-        # one.
+        # A patch must not replace events outside of its region: that would be a KeyError here.
         found = {self.at[position] for position in patch.events}
         return sorted(found.union(*map(self.about.__getitem__, storages)))
 
@@ -181,7 +180,7 @@ def effects_of(
         Choice(
             kinds.setdefault((region.kind, tuple(o.key for o in region.options)), len(kinds)),
             np.array([option.cost for option in region.options]),
-            # What is away is all on the host when the forward pass ends, so one row is enough.
+            # At the end of the forward pass all copies are on the host at once, so one row is enough.
             np.column_stack([change, [o.host_bytes for o in region.options], use]) if on_host else change,
             np.array([option.kept_bytes for option in region.options], dtype=np.int64),
         )
@@ -193,12 +192,12 @@ def effects_of(
     )
     ends = [*found.first_op[1:], len(program.ops)]
     rows = [ResourceRow(DEVICE_MEMORY, *ops) for ops in zip(found.first_op, ends, strict=True)]
-    # Where a plan is sought for a budget, the search puts it in the place of these limits (``Problem.with_limit``).
+    # A search for a budget replaces these limits by the budget (``Problem.with_limit``).
     base, limits = found.base, np.full_like(found.base, found.base.max())
     if on_host:
         rows.append(ResourceRow(HOST_MEMORY, 0, len(program.ops)))
         base, limits = np.append(base, 0), np.append(limits, host_bytes)
-        # Copies hide behind the computation of their window, and what is left of them is waited for.
+        # Copies overlap the computation of their window, and the step waits for what is left of them.
         windows = np.searchsorted(found.ends, found.edges).tolist()
         rows += [ResourceRow(link, *at, wait_cost / _NS) for link in found.links for at in pairwise(windows)]
         room = np.tile(np.diff(found.edges) * _NS, len(found.links)).astype(np.int64)
@@ -216,14 +215,14 @@ def effects_of(
 
 
 class _Effects:
-    """Computes the effects.
+    """Computes the effects of options on memory and links.
 
     Attributes:
         first_op: By interval, its first recorded op; -1 for the state before the step, which is interval 0.
         base: By interval, the peak without a plan.
         links: The links that options send something over.
         ends: By op, when it ends on the clock of the step without waits, in ms.
-        edges: Where on this clock the windows begin in which copies share a link, and where the last one ends.
+        edges: On this clock, the times at which windows begin, and the end of the last window.
     """
 
     def __init__(self, program: Program, regions: Sequence[Region]) -> None:
@@ -263,7 +262,7 @@ class _Effects:
         # region of its module call.
         for i, op in enumerate(program.ops):
             region = region_of_op.get(i, -1)
-            # The module call alone does not say which region a backward op belongs to. Its forward op does.
+            # In a module call with several regions, a backward op goes to the region of its forward op.
             if region < 0 and op.scope in several:
                 region = region_of_op.get(op.forward_of, -1)
             if region < 0:
@@ -275,7 +274,7 @@ class _Effects:
         return starts
 
     def _changes(self) -> Iterator[tuple[Bytes, Bytes]]:
-        """Yield for each region the effects of its options, options x intervals, and their uses of links in ns.
+        """Yield for each region the effects of its options (options x intervals), and their ns of links in windows.
 
         The first option changes nothing.
         """
@@ -303,13 +302,13 @@ class _Effects:
             yield changes, np.rint(uses * _NS).astype(np.int64)
 
     def _use_links(self, option: Option, effect: _LocalEffect, where: Bytes, use: Costs) -> None:
-        """Add for how many ms an option uses each link (links x windows), evenly from the first copy to the last."""
+        """Add to ``use`` (links x windows) the ms of the copies of an option, each spread evenly over its time."""
         for link, begin, end, ms in option.copies:
             begun = np.maximum(self.edges[:-1], begin)
             over = np.minimum(self.edges[1:], max(end, begin + 1 / _NS))
             share = np.maximum(over - begun, 0.0)
             use[self.links.index(link)] += ms * share / (share.sum() or 1.0)
-        # Copies hide behind ops that run again as well.
+        # Copies overlap ops that run again as well.
         for k, _, ms in effect.again if self.links else ():
             at = self.ends[np.searchsorted(self.liveness.op_events, where[k]) - 1]
             use[:, np.searchsorted(self.edges[1:-1], at)] -= ms
@@ -331,7 +330,7 @@ class _Effects:
         for region, (change, use) in zip(self.regions, self._changes(), strict=True):
             # Dominance is the same on the distinct columns, which are far fewer and equal for regions that look alike.
             distinct = np.unique(change, axis=1)
-            # What an option uses of a link in all. Its windows differ for regions that look alike.
+            # Total use of each link in 100 ns. The windows are left out: they differ for regions that look alike.
             links = np.rint(use.sum(axis=2) / 100).astype(np.int64)
             key = (region.kind, distinct.tobytes(), links.tobytes())
             if key not in undominated:
@@ -368,8 +367,7 @@ class _Effects:
             elif code not in _CALLS:
                 storage = program.storage_of(code, arg)
                 pattern.append(local.setdefault(storage, len(local)))
-                # Autograd may unpack one handle several times, so an unpacked instance has a number of its own beside
-                # its handle's.
+                # Autograd may unpack one handle several times, so each instance has its own number and its handle's.
                 if code in _INSTANCES:
                     pattern.append(instances.setdefault(arg, len(instances)))
                     arg = program.instance_handles[arg]
@@ -380,8 +378,8 @@ class _Effects:
         return (*pattern, *(program.storage_bytes[s] for s in local), *held)
 
     def _local_effect_of(self, pattern: int, region: Region, option: Option, events: _Events) -> _LocalEffect:
-        # An option that brings its decision is told apart by this and its kind of region; the ops that it is about say
-        # nothing of it. Any other is known by the places of its ops among the events.
+        # An option that brings its decision is known by its index in regions of this kind, since its ops do not tell it
+        # from others. Any other is known by the places of its ops among the events.
         where: Hashable
         if option.decision is None:
             position = self.liveness.op_events
@@ -403,8 +401,8 @@ class _Effects:
         """
         program, liveness = self.program, self.liveness
         patches = [option.patch for option in region.options if option.patch is not None]
-        # The region of an offer. Its ops, backward ones included, belong to no other region, so the events of its
-        # patches and of the storages that they hold are all that can change.
+        # Options with patches are those of an offer, whose ops, backward ones included, belong to no other region. So
+        # only the events of its patches and of the storages that they hold can change.
         if patches:
             positions = {at for patch in patches for at in patch.events}
             positions.update(
@@ -427,7 +425,7 @@ class _Effects:
         # of each.
         outside = {s for op in ops for s in program.ops[op].reads} - made
         died = ((liveness.died[s], _FREE, s) for s in outside)
-        # Those that are alive when the step ends have no such event.
+        # Storages that are alive when the step ends have no last event.
         events += [event for event in died if event[0] < len(program.events)]
         return sorted(events)
 
@@ -442,19 +440,19 @@ class _Effects:
             for code, arg in map(program.events.__getitem__, patch.events)
             if code != _OP and code not in _CALLS
         )
-        # Storages from outside are alive when the region begins, so both folds start with them. Those that an offer's
-        # patch holds are not: the events that make them are among the folded ones.
+        # Storages from outside are alive when the region begins, so both folds start with them; but not with those that
+        # an offer's patch holds, since the events that make these are among the folded ones.
         outside = touched - own.made
         if option.patch is not None:
             outside.difference_update(self._held(patch))
-        # What a patch has in another place from the beginning is alive before the step, and so before these events.
+        # Storages to which a patch gives another kind, such as weights on the host, are alive before the step.
         outside.update(patch.changed_kinds)
         plain, planned = Fold(program, initial=outside), Fold(program, patch, outside)
         already = planned.live - plain.live if patch.changed_kinds else 0
         places, after, during = own.touched(patch, touched), [], []
         again: list[tuple[int, int, float]] = []
-        # ``noted`` is what the fold with the rewrite says of the op of this event, and ``most`` the largest of the ops
-        # that run again before it.
+        # ``noted``: bytes during the op of this event with the rewrite; ``most``: the most during an op that runs again
+        # before this event.
         noted, n_ops = 0, len(program.ops)
         for k in places:
             position, code, arg = events[k]
@@ -489,8 +487,8 @@ class _Effects:
     def _spread(self, effects: Sequence[_LocalEffect], where: Bytes, changes: Bytes) -> None:
         """Turn effects at the events of one region into effects on the intervals of the step.
 
-        An interval without an event of the region has one constant effect. Only intervals that contain events have to
-        be gone through op by op: the peak with the option may be at another op than the peak without it.
+        An interval without an event of the region has one constant effect. Only intervals with events are gone through
+        op by op: the peak with the option may be at another op than the peak without it.
 
         Args:
             effects: The effect of each option.
@@ -514,20 +512,19 @@ class _Effects:
         last = np.searchsorted(where, positions, side="right") - 1
         exact = where[np.maximum(last, 0)] == positions
         for row, effect in zip(changes, effects, strict=True):
-            # The constant effect first, for every interval. Those with events are overwritten below.
+            # The constant effect first, for every interval. Intervals with events are overwritten below.
             row[0] = effect.before
             row[1:] = np.where(before > 0, effect.after[before - 1], effect.before)
             if len(own):
                 by_op = np.where(exact, effect.during[last], effect.after[last])
                 by_op[last < 0] = effect.before  # before the region's first event
-                # A difference of two peaks, which may be at two different ops.
+                # The difference of the interval's two peaks, which may be at different ops.
                 row[own + 1] = np.maximum.reduceat(at_op + by_op, offsets) - self.base[own + 1]
             if not effect.again:
                 continue
-            # Ops that run again may set the peak of the interval that they run in: the first one that ends at their
-            # event or behind it; one more, since interval 0 is before the step. What follows the last op counts in the
-            # last interval.
-            at, n_bytes = np.array([pair[:2] for pair in effect.again], dtype=np.int64).T
+            # Ops that run again may set the peak of their interval: the first one that ends at their event or later
+            # (+ 1, since interval 0 is before the step). Events after the last op count in the last interval.
+            at, n_bytes = np.array([triple[:2] for triple in effect.again], dtype=np.int64).T
             intervals = np.minimum(np.searchsorted(self._last_event, where[at]) + 1, len(row) - 1)
             alive = liveness.before_event[where[at]] + n_bytes - self.base[intervals]
             np.maximum.at(row, intervals, alive)
@@ -539,8 +536,8 @@ def _undominated(costs: Costs, changes: Bytes, nearly_cost: float, margins: Cost
     Options are taken by rising cost, so every option that is already kept costs no more than the one in question.
     """
     keep = [0]
-    # If two options cost the same and one dominates the other, it has fewer bytes in sum. So it comes first, and is
-    # already kept when the other one is looked at.
+    # If two options cost the same, the one with fewer bytes in sum comes first: only that one can dominate the other,
+    # and it is already kept when the other is looked at.
     for option in sorted(range(1, len(costs)), key=lambda o: (costs[o], changes[o].sum(), o)):
         better = (changes[keep] <= changes[option]).all(axis=1)
         nearly = (changes[keep] <= changes[option] + margins).all(axis=1)

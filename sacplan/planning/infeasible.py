@@ -1,14 +1,13 @@
 """The errors and the warning of a step for which memory is too small: no plan fits, or the one that was made does not.
 
 - No plan holds a budget: the error says what makes the smallest peak, and what other techniques would reach.
-- The tensors of a plan fit a GPU, and the segments of none do: how much is reserved, and whether expandable segments
-  would help.
+- The tensors of a plan fit a GPU, but its segments do not: how much is reserved, and whether expandable segments would
+  help.
 - No plan holds a budget on a mesh: the same as the first, for a rank.
-- A plan that was made by rule, or for a budget, does not fit the device: a warning to whoever gets it.
+- A plan that was made by rule, or for a budget, does not fit the device: a warning when it is returned.
 
-Other techniques are searched for when ``plan`` raises the error. So its text is there, and taking it cannot fail. These
-searches are bounded: they ask a few times what else techniques can do about the smallest peak, but no planner with
-fewer techniques, so ``plan(profile, "smallest")`` may go a little lower.
+What other techniques would reach is searched for when ``plan`` makes the error, so reading its text cannot fail. These
+searches are bounded and skip choices of fewer techniques, so ``plan(profile, "smallest")`` may go a little lower.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from sacplan.record.limits import WITHOUT_HOOKS
 from sacplan.techniques.registry import TECHNIQUES
 
 OPTIMIZER_STEP = "optimizer step"
-"""What binds where the smallest peak is in the optimizer's step, and not in a module."""
+"""``binding`` of an error whose smallest peak is in the optimizer's step, and not in a module."""
 
 
 def infeasible(
@@ -46,7 +45,7 @@ def infeasible(
         profile: The step.
         asked: The planner that has found nothing.
         budget_bytes: The budget.
-        looks_further: Whether to say what other techniques would reach. That takes searches.
+        looks_further: Whether to say what other techniques would reach, which takes further searches.
     """
     # The search that came nearest to the budget is the one to explain.
     run = asked.searches.nearest.smallest.footprint
@@ -73,7 +72,7 @@ def infeasible(
         )
     else:
         names = " and ".join(s.name for s in asked.searches.solvers)
-        # Rotor counts as tried only if it made a plan: a model that is no chain gives it nothing to do.
+        # Rotor is named only if it made a plan: for a model that is not a chain it has none.
         if asked.last is not None and any(each.has_found(asked.last) for each in asked.searches.all):
             names += f", then {asked.last.name}"
         how = f", {', '.join(own)}" if own else f" (solvers: {names})"
@@ -84,7 +83,7 @@ def infeasible(
     if pins := asked.basis.recorded.pins:
         message += f"That is with {pins.said}. "
     message += "".join(f"{said[0].upper()}{said[1:]}. " for said in left_alone(profile))
-    # A technique's own solver has tried everything there is.
+    # A technique's own solver has tried everything already.
     if looks_further and not own:
         message += _with_other_techniques(profile, asked, budget_bytes)
     return InfeasibleBudget(
@@ -96,13 +95,13 @@ def infeasible(
 
 
 def left_alone(profile: Profile) -> tuple[str, ...]:
-    """Say what of a step no plan touches, and why, a sentence each."""
+    """Return sentences on what no plan touches in a step, and why; () for none."""
     unseen = tuple(said for said in profile.rules if said == WITHOUT_HOOKS)
     return differentiated_twice(profile.program) + checkpointed(profile.fingerprint.setup) + unseen
 
 
 def checkpointed(setup: Setup) -> tuple[str, ...]:
-    """Say which modules the step checkpoints by itself; nothing for a step that does not."""
+    """Return a sentence on the modules that the step checkpoints by itself; () if there are none."""
     if not setup.checkpointed:
         return ()
     names = ", ".join(name or "the model itself" for name in outermost_patterns(setup.checkpointed))
@@ -113,10 +112,10 @@ def checkpointed(setup: Setup) -> tuple[str, ...]:
 
 
 def differentiated_twice(program: Program) -> tuple[str, ...]:
-    """Say what a backward pass with ``create_graph=True`` keeps; nothing for a step without one.
+    """Return a sentence on what a backward pass with ``create_graph=True`` keeps; () for a step without such a pass.
 
-    Its ops are differentiated as well, so autograd keeps what they read. A plan only discards what is kept in the
-    forward pass of a unit: a tensor that runs again for the first backward pass is then kept by it for the second.
+    The ops of this pass are differentiated as well, so autograd keeps what they read. A plan only discards what is kept
+    in the forward pass of a unit: a tensor made again for the first backward pass is then kept for the second.
     """
     kept = {
         storage
@@ -138,13 +137,13 @@ def segments_do_not_fit(profile: Profile, nearest: Candidate, reserved: int, roo
     Args:
         profile: The step.
         nearest: The plan with the fewest reserved bytes.
-        reserved: How many.
+        reserved: How many bytes these are.
         room: What the allocator may reserve.
     """
     run = nearest.footprint
     binding = _binding(run, inference=profile.mode == "inference")
-    # ``reserved`` is with the setting of this process. If its segments expand already, both figures are equal, and
-    # there is nothing to advise.
+    # ``reserved`` is for the allocator's setting in this process. If segments expand here already, both figures are
+    # equal, and nothing is advised.
     expandable = reserved_bytes(nearest.program, expandable=True)
     helps = (
         f"With {EXPANDABLE_SEGMENTS}, here and where you train, it reserves {format_bytes(expandable)}, which fits. "
@@ -171,7 +170,7 @@ def infeasible_on_mesh(
 
     Args:
         profile: The step on a single device.
-        rank: That of a rank with the sharding that came nearest to the budget.
+        rank: The step of a rank with the sharding that came nearest to the budget.
         nearest: The error for this rank.
         where: The mesh, or all that were tried.
         name: Name of the sharding.
@@ -196,7 +195,7 @@ def _binding(run: Footprint, *, inference: bool) -> str:
     """Return the module that runs at the peak, or ``OPTIMIZER_STEP``."""
     if run.peak_phase == Phase.OPTIMIZER:
         return OPTIMIZER_STEP
-    # The op at the peak is in no module call, or in that of the model itself, whose name is empty.
+    # Without a name, the op at the peak is in no module call (scope -1), or in that of the model itself.
     outside = (
         "the loss, outside of any module" if run.peak_scope < 0 and not inference else "the model itself"
     )
@@ -204,9 +203,9 @@ def _binding(run: Footprint, *, inference: bool) -> str:
 
 
 def _with_other_techniques(profile: Profile, asked: Planner, budget_bytes: int) -> str:
-    """Say what techniques that were not asked for reach, if that is less; each with a space behind it.
+    """Return sentences on further techniques that reach a smaller peak, each with a space after it; ``""`` for none.
 
-    In inference only chunks help, and they are the default.
+    None are tried in inference: only chunks help there, and they are the default.
     """
     said = ""
     for name in TECHNIQUES if profile.mode == "train" else ():
@@ -243,7 +242,7 @@ _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 
 @contextlib.contextmanager
 def looking_for_plans() -> Iterator[None]:
-    """Suppress the warning of ``handed_out`` inside. Plans made there are compared, and the user never sees most."""
+    """Suppress the warning of ``handed_out`` in a ``with`` block whose plans are compared and mostly never shown."""
     before = _quiet.set(True)
     try:
         yield
@@ -266,7 +265,7 @@ def handed_out(made: Plan, profile: Profile) -> Plan:
 
 
 def _does_not_fit(made: Plan, profile: Profile) -> str:
-    """Return by which figures a plan does not fit its device, and what to do; empty if it fits."""
+    """Return why a plan does not fit its device, with figures and advice; ``""`` if it fits."""
     spec = profile.spec
     rank = " on each rank" if made.ranks.devices > 1 else ""
     has = f"{spec.name} has {format_bytes(spec.memory_bytes)}"
@@ -274,7 +273,7 @@ def _does_not_fit(made: Plan, profile: Profile) -> str:
     # Not even the tensors fit, so no setting of the allocator helps.
     if made.peak_bytes > spec.memory_bytes:
         return f"its step takes {format_bytes(made.peak_bytes)}{rank}, and {has}. {advice}"
-    # A plan for a CPU, or one from an older file: there are no figures of an allocator to compare.
+    # A plan for a CPU, or from an older file, has no figures of an allocator to compare.
     if made.device_memory is None:
         return ""
     room = beside_others(spec, made.ranks.communicators)
@@ -282,14 +281,14 @@ def _does_not_fit(made: Plan, profile: Profile) -> str:
     if reserved <= room.n_bytes:
         return ""
     expandable = made.device_memory.reserved_bytes(expandable=True)
-    # In a process whose segments expand already, ``expandable`` is ``reserved`` again, and does not fit either. Then a
-    # budget may be the cause: it limits the tensors alone.
+    # In a process whose segments expand already, ``expandable`` equals ``reserved``, and does not fit either. Then a
+    # budget may be the cause, since it limits the tensors alone.
     if expandable <= room.n_bytes:
         advice = f"With {EXPANDABLE_SEGMENTS} it reserves {format_bytes(expandable)}, which fits."
     elif made.budget_bytes is not None:
         advice = f"Without a budget, a plan is made that fits. {advice}"
-    here = made.ranks == profile.ranks and not profile.runs_compiled
-    if here and retries_within(profile.with_plan(made), room.n_bytes) is not None:
+    is_of_step = made.ranks == profile.ranks and not profile.runs_compiled
+    if is_of_step and retries_within(profile.with_plan(made), room.n_bytes) is not None:
         advice += f" {WITH_RETRIES}"
     return (
         f"its tensors take {format_bytes(made.peak_bytes)}{rank}, for which the allocator reserves "

@@ -1,6 +1,6 @@
 """A plan by layers: what each keeps, recomputes and runs in slices.
 
-A plan decides by unit and call site; a reader thinks in layers. The way from one to the other:
+A plan decides by unit and call site; a reader thinks in layers. These are the steps from decisions to layers:
 
 1. Each call site gets a name as seen from the model, so that it no longer matters which module was the unit.
 2. The values made there are grouped by layer, the outermost numbered module.
@@ -27,7 +27,7 @@ from sacplan.planning.value import PlanValue, UnitPlan
 
 ITSELF = "(the model itself)"  # the layer of ops that run outside of any module but the model
 
-_LAST = (2**62, 0)  # order of a layer of which no value is known: it runs in slices and nothing else
+_LAST = (2**62, 0)  # order of a layer without values, which only runs in slices or waits on the host
 _RUNS_IN_SLICES = {
     "rest": "all that is computed from its input on: the loss, and their gradients",
     "module": "the module, forward and backward",
@@ -40,9 +40,9 @@ class _SiteValue(NamedTuple):
 
     Attributes:
         module: the module that runs the op, as seen from the model.
-        op: its name.
-        order: in which order it runs.
-        n_bytes, ms: None if the plan has no such figures, as one that was put together by hand.
+        op: name of the op.
+        order: sorts values by execution: index of the unit, then of its place.
+        n_bytes, ms: None if the plan has no such figures, such as one that was put together by hand.
     """
 
     module: str
@@ -78,7 +78,7 @@ class LayerReading:
     """The effect of a plan in layers that are alike.
 
     Attributes:
-        layers: Names of the layers. A layer is a numbered module, or outside of those a module with ops of its own.
+        layers: Names of the layers. A layer is a numbered module, or outside of these a module with its own ops.
         kept, recomputed: Parts of one of the layers, the largest first.
         sliced: Descriptions of what runs in slices.
         away: Descriptions of what waits on the host.
@@ -92,7 +92,7 @@ class LayerReading:
 
     @property
     def name(self) -> str:
-        """One name for all of them: ``model.layers.0-31 (32 layers)``."""
+        """One name for all of the layers: ``model.layers.0-31 (32 layers)``."""
         return together(self.layers)
 
 
@@ -104,7 +104,7 @@ def together(layers: Sequence[str]) -> str:
 
 
 def read_layers(plan: PlanValue) -> list[LayerReading]:
-    """Return what a plan does layer by layer, in order of execution. Outside of its units it does nothing."""
+    """Return what a plan does layer by layer, in order of execution. Modules outside of its units are left out."""
     discarded, places = plan.discarded, _places(plan.units, plan.sequences)
     recomputed: list[_SiteValue] = []
     for fqn, unit in plan.units.items():
@@ -160,35 +160,35 @@ def _kept_values(units: Mapping[str, UnitPlan], places: Mapping[str, _Places]) -
 
 
 def _places(units: Mapping[str, UnitPlan], sequences: Sequence[OpSequence]) -> dict[str, _Places]:
-    # The place of a unit in the plan comes first in the order of its values, and their place in the unit second.
+    # The index of a unit comes first in the order of its values, and their place in the unit second.
     return {fqn: _Places(index, fqn, unit, sequences) for index, (fqn, unit) in enumerate(units.items())}
 
 
 class _Places:
-    """Names the modules in which a unit's call sites are, as seen from the model."""
+    """The modules that the call sites of one unit are in, as seen from the model."""
 
     def __init__(self, index: int, fqn: str, unit: UnitPlan, sequences: Sequence[OpSequence]) -> None:
         self.index, self.fqn = index, fqn
         self.known: dict[str, tuple[int, str]] = {}  # place to (order, module around it)
-        # If calls of a unit differ, a place has the position of the first call that has it.
+        # If calls of the unit differ, a place takes its order from the first call that has it.
         for i in unit.calls:
             for caller, place, _ in sequences[i]:
                 self.known.setdefault(place, (len(self.known), caller))
 
     def of(self, site: CallSite) -> tuple[str, tuple[int, int]]:
         """Return the module that runs a call site, and its place in the order of execution."""
-        # "after X" is in the module that calls X. If the recorded sequence does not have the place, its name tells.
+        # "after X" is in the module that calls X. If no recorded sequence has the place, its name says which that is.
         after, inner = site.place.startswith("after "), site.place.removeprefix("after ")
         around = inner.rpartition(".")[0] if after else inner
         order, caller = self.known.get(site.place, (len(self.known), around))
-        # A second call of a module has " (2)" behind its name, but it is the same module.
+        # A second call of a module has " (2)" after its name, which is cut off: it is the same module.
         module = re.sub(r" \(\d+\)$", "", caller)
         return f"{self.fqn}.{module}".strip("."), (self.index, order)
 
     def values(
         self, sites: Collection[CallSite], n_bytes: Sequence[int], times: Sequence[float]
     ) -> Iterator[_SiteValue]:
-        """Yield the values made at some sites, whose figures may not be known."""
+        """Yield the values made at some sites; empty ``n_bytes`` or ``times`` are unknown figures."""
         unknown = (None,) * len(sites)
         for site, n, ms in zip(sites, n_bytes or unknown, times or unknown, strict=True):
             module, order = self.of(site)
@@ -230,7 +230,7 @@ def _folded(
     read = {layer: tuple(map(_parts, by_layer[layer])) for layer in sorted(by_layer, key=order)}
     alike: dict[object, list[str]] = defaultdict(list)
     for layer, (again, held) in read.items():
-        # The words that a reader would see decide whether two layers are alike, and the bytes beside them.
+        # Two layers are alike if a reader would see the same words and bytes for them.
         words = tuple((str(part), part.n_bytes) for part in (*again, *held))
         others = (tuple(sliced.get(layer, ())), away.get(layer, ()))
         # The number of recomputed parts is in the key, since ``words`` alone does not tell where they end and the kept
@@ -264,7 +264,7 @@ def _parts(values: Iterable[_SiteValue]) -> tuple[LayerOps, ...]:
         )
         for (ops, _), same in alike.items()
     ]
-    # The largest first. Of parts that keep nothing, the one that takes longest.
+    # The largest first; of parts that keep nothing, those that take longest.
     return tuple(sorted(parts, key=lambda part: (-(part.n_bytes or 0), -(part.ms or 0.0))))
 
 

@@ -3,13 +3,13 @@
 Which figure a limit is about:
 
 - A budget limits the *peak*: the sum of the tensors, which ``verify`` measures on any device.
-- Without one, a GPU is the limit, and the question is whether the run fits it:
+- Without a budget, a GPU is the limit, and the question is whether the run fits its memory:
 
       max_memory_reserved + what lies outside of the allocator + a margin <= memory of the device
 
-  ``max_memory_reserved`` follows from a program, not from its peak (``device_memory.py``), so this limit differs from
-  plan to plan: see ``Room.for_peak``, and ``within`` for the search.
-- Without one on a CPU, the peak may take the machine's memory less ``LEFT_ON_CPU``: there is no allocator to play.
+  ``max_memory_reserved`` does not follow from the peak alone (``device_memory.py``), so the limit for the peak differs
+  from plan to plan: see ``Room.for_peak``, and ``within`` for the search.
+- Without a budget on a CPU, the peak may take the machine's memory less ``LEFT_ON_CPU``: no allocator is played there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Room:
     Attributes:
         n_bytes: How many.
         is_reserved: Whether what the allocator of a GPU reserves has to fit; else the peak has to.
-        outside: If so, what lies on the GPU outside of the allocator.
+        outside: What lies on the GPU outside of the allocator; () unless ``is_reserved``.
     """
 
     n_bytes: int
@@ -48,9 +48,9 @@ class Room:
     outside: tuple[Outside, ...] = ()
 
     def needs(self, program: Program) -> int:
-        """Return what is compared: what is reserved if that has to fit and the tensors do; else the peak."""
+        """Return the bytes to compare: the reserved ones if these have to fit and the tensors do; else the peak."""
         peak_bytes = program.footprint.peak_bytes
-        # Playing the allocator takes long, and if the tensors alone do not fit, it has nothing to add.
+        # Playing the allocator takes long, and is pointless if the tensors alone do not fit.
         return reserved_bytes(program) if self.is_reserved and peak_bytes <= self.n_bytes else peak_bytes
 
     def for_peak(self, program: Program) -> int:
@@ -67,7 +67,7 @@ class Limit:
 
     budget: float | str | None = None
     n_bytes: int | None = None
-    """The budget if it is known in bytes. Then ``budget`` is the same as text."""
+    """The budget in bytes if ``exactly`` made the limit; ``budget`` is the same as text."""
 
     @classmethod
     def exactly(cls, n_bytes: int) -> Limit:
@@ -75,14 +75,14 @@ class Limit:
         return cls(f"{n_bytes}B", n_bytes=n_bytes)
 
     def room_of(self, profile: Profile) -> Room:
-        """Return the room that a step has: a share (``"60%"``) is one of its peak. Errors are those of ``room``."""
+        """Return the room of a recorded step; a share (``"60%"``) is one of its peak. Errors are those of ``room``."""
         return self.room(profile.spec, profile.ranks.communicators, profile.peak_bytes)
 
     def room(self, spec: DeviceSpec, communicators: int = 0, unplanned_bytes: int = 0) -> Room:
-        """Return the room of a step on a device; without ``unplanned_bytes``, of any step, and the budget is no share.
+        """Return the room of a step on a device. Only a budget that is a share needs ``unplanned_bytes``.
 
         Raises:
-            BudgetError: The budget cannot be read, or nothing is left.
+            BudgetError: The budget cannot be read, or what lies outside of the allocator leaves nothing.
         """
         if self.n_bytes is not None:
             return Room(self.n_bytes)
@@ -95,7 +95,7 @@ class Limit:
 
 
 OF_DEVICE = Limit()
-"""The limit where no budget is given: the device has to hold the step."""
+"""The limit if no budget is given: the device has to hold the step."""
 
 
 def limit_of_device(budget: float | str | None, spec: DeviceSpec) -> Limit:
@@ -106,7 +106,7 @@ def limit_of_device(budget: float | str | None, spec: DeviceSpec) -> Limit:
             other things take all of that memory.
     """
     if budget is None:
-        OF_DEVICE.room(spec)  # for its error, which comes before anything is recorded
+        OF_DEVICE.room(spec)  # for its error, before anything is recorded
         return OF_DEVICE
     # Refused before it is parsed: ``parse_budget`` would take it as a share of the device's memory.
     refuse_share(budget)
@@ -135,13 +135,13 @@ def allocator_room(spec: DeviceSpec, communicators: int = 0) -> Room:
 
 
 def beside_others(spec: DeviceSpec, communicators: int) -> Room:
-    """Return what the allocator of a GPU may reserve, as ``allocator_room`` does; here nothing may be left."""
+    """Return what the allocator of a GPU may reserve; ``n_bytes`` is 0 or negative if nothing is left."""
     outside = outside_allocator(spec, communicators)
     return Room(spec.memory_bytes - sum(one.n_bytes for one in outside), is_reserved=True, outside=outside)
 
 
 def refuse_share(budget: float | str | None) -> None:
-    """Raise ``BudgetError`` for a share: with several steps there is no one peak that it could be a share of."""
+    """Raise ``BudgetError`` for a share: with several steps there is no single peak to take a share of."""
     if is_share(budget):
         raise BudgetError(
             f"budget {budget!r}: a share is one of the unplanned peak of a step, and here are several. Give bytes, "
@@ -152,7 +152,7 @@ def refuse_share(budget: float | str | None) -> None:
 # --- the search for a plan that fits ----------------------------------------------------------------------
 
 ROUNDS = 6
-"""How many plans are tried at most. For large models, two are enough."""
+"""The most plans that are tried. For large models, two are enough."""
 
 
 Made = TypeVar("Made")
@@ -163,8 +163,8 @@ class Try(Generic[Made]):
     """A plan that was tried for a room.
 
     Attributes:
-        made: The plan. If none holds the budget, the one with the smallest peak.
-        budget_bytes: The limit for the peak that it was made for.
+        made: The plan. If no plan holds the budget, the one with the smallest peak.
+        budget_bytes: The limit for the peak for which the plan was made.
         peak_bytes: Its peak.
         needs: What is compared with the room: what the allocator reserves if that has to fit and the tensors do; else
             the peak.
@@ -177,7 +177,7 @@ class Try(Generic[Made]):
 
 
 def within(room: Room, make: Callable[[int], Made], takes: Callable[[Made], tuple[int, int]]) -> Try[Made]:
-    """Return the first plan that fits a room; if none does, the one that is nearest to it.
+    """Return the first plan that fits a room; if none does, the one that comes nearest.
 
     Plan, play the allocator, lower the budget by the excess, and plan again:
 
@@ -191,8 +191,8 @@ def within(room: Room, make: Callable[[int], Made], takes: Callable[[Made], tupl
 
     Args:
         room: What a step may take.
-        make: Makes a plan for a budget, or the one with the smallest peak if none holds it.
-        takes: Peak of a plan, and what is compared with the room.
+        make: Makes a plan for a budget in bytes; if none holds the budget, the one with the smallest peak.
+        takes: Returns the peak of a plan, and the bytes to compare with the room.
     """
     tries: list[Try[Made]] = []
     budget_bytes = room.n_bytes
@@ -200,11 +200,11 @@ def within(room: Room, make: Callable[[int], Made], takes: Callable[[Made], tupl
         made = make(budget_bytes)
         peak_bytes, needs = takes(made)
         tries.append(Try(made, budget_bytes, peak_bytes, needs))
-        # It fits; there is no smaller peak, or none was made for the room itself; or enough were tried.
+        # It fits; or no plan holds this budget, so none holds a lower one; or enough were tried.
         if needs <= room.n_bytes or peak_bytes > budget_bytes or len(tries) == ROUNDS:
             return min(tries, key=lambda one: one.needs)
-        # The first step is what would be enough if the holes stayed. If it was not, the holes have moved: from then on,
-        # the least step grows with each plan, by 1/64 of the room.
+        # At first the budget falls by the excess, which is enough if the holes stay. If they have moved, it falls from
+        # then on by at least 1/64 of the room for each plan so far.
         least = 0 if len(tries) == 1 else room.n_bytes * len(tries) // 64
         # Counted from the peak and not from the budget. A plan may be well below its budget, and a budget between the
         # two might give the same plan again.

@@ -1,7 +1,7 @@
 """From a request to a plan: ask the planner of a step, and make a plan of the candidate that it finds.
 
-Everything that plans goes this way: ``plan`` itself, each sharding of a mesh (``meshes.py``), and each case of a sweep
-(``questions/sweep.py``). An outcome without a plan carries the error that ``plan`` raises.
+``plan`` itself, each sharding of a mesh (``meshes.py``) and each case of a sweep (``questions/sweep.py``) are planned
+here. An outcome without a plan carries the error that ``plan`` raises.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Outcome:
 
     Attributes:
         profile: The step.
-        plan: It holds the limit; None if none does.
+        plan: The plan that holds the limit; None if no plan does.
         peak_bytes: Peak of the plan, or the smallest that was reached.
         error: Why there is no plan.
     """
@@ -72,7 +72,7 @@ class Outcome:
 def outcome_of(request: Request, profile: Profile, *, looks_further: bool = False) -> Outcome:
     """Plan a step: return its cheapest plan within the limit, or why there is none. Errors are those of ``plan``.
 
-    A limit that no plan holds is no error here: ``Outcome.made`` raises it. With ``looks_further``, that error says
+    A limit that no plan holds raises nothing here, only in ``Outcome.made``. With ``looks_further``, that error says
     what other techniques would reach.
     """
     if profile.runs_compiled and not request.beside_compiled:
@@ -80,8 +80,8 @@ def outcome_of(request: Request, profile: Profile, *, looks_further: bool = Fals
     room = request.limit.room_of(profile)
 
     def planned(budget_bytes: int) -> tuple[Planner, Candidate]:
-        # A planner for each budget: the result is then what the user gets who asks for that budget. If nothing holds
-        # the budget, the plan with the smallest peak says how far it is off.
+        # A new planner for each budget, so that a user who asks for this budget gets the same result. If nothing holds
+        # the budget, the plan with the smallest peak says how far off it is.
         asked = request.planner(profile)
         return asked, asked.cheapest(budget_bytes) or asked.searches.nearest.smallest
 
@@ -91,11 +91,11 @@ def outcome_of(request: Request, profile: Profile, *, looks_further: bool = Fals
     least = within(room, planned, takes)
     asked, found = least.made
     if least.needs <= room.n_bytes:
-        # The plan with the smallest peak may be above the budget, and fit the room. Then its peak is the limit.
-        kept_bytes = max(least.budget_bytes, least.peak_bytes)
-        plan = made_plan(profile, found, kept_bytes, **asked_of(request, asked, found))
+        # The plan with the smallest peak may exceed a lowered budget, and fit the room. Then its peak is the limit.
+        limit_bytes = max(least.budget_bytes, least.peak_bytes)
+        plan = made_plan(profile, found, limit_bytes, **asked_of(request, asked, found))
         return Outcome(profile, plan, least.peak_bytes)
-    # Segments are looked at only where the tensors fit. If they do not, there was one try.
+    # The tensors fit, but the segments do not. If the tensors did not, there was only one try.
     if least.peak_bytes <= room.n_bytes:
         error = segments_do_not_fit(profile, found, least.needs, room)
         return Outcome(profile, None, least.peak_bytes, error)
@@ -125,8 +125,8 @@ def _unplanned(request: Request, profile: Profile) -> Plan:
 def smallest_plan(request: Request, profile: Profile, *, without_rotor: bool = False) -> Plan:
     """Return the plan with the smallest peak, whatever the limit of the request.
 
-    Rotor may reach a smaller peak than the other solvers, at several times the cost of the step. A comparison or a
-    recommendation does not want that plan: ``without_rotor``.
+    Rotor may reach a smaller peak than the other solvers, at several times the cost of the step. Use ``without_rotor``
+    for a comparison or a recommendation, which such a plan would distort.
     """
     if profile.runs_compiled and not request.beside_compiled:
         unplanned = _unplanned(request, profile)
@@ -147,14 +147,14 @@ def plan_by_hand(
     status: Status = "policy",
     **asked: Any,
 ) -> Plan:
-    """Return the plan with decisions that no search has found: those of a policy, or of whoever writes them down.
+    """Return the plan with decisions that no search has found: those of a policy or of a user.
 
     Args:
         profile: The step.
         decisions: The decisions.
-        name: What made them.
-        pins: Ops and modules that they leave alone. The lower bound takes them into account.
-        status: Of the plan.
+        name: Name of what made the decisions.
+        pins: Ops and modules that the decisions leave alone, for the lower bound.
+        status: Status of the plan.
         asked: What was asked for, see ``provenance_of``.
     """
     if profile.runs_compiled:
@@ -164,7 +164,7 @@ def plan_by_hand(
 
 
 def asked_of(request: Request, asked: Planner, found: Candidate) -> dict[str, Any]:
-    """Return what a candidate of a planner was asked for, as fields of a ``Provenance``."""
+    """Return fields of ``Provenance``: what a candidate was asked for, and the limits that were reached."""
     searches = asked.searches
     known = (*searches.solvers, *searches.crowded, *(() if asked.last is None else (asked.last,)))
     return {
@@ -183,14 +183,14 @@ def _limit_of(request: Request) -> dict[str, Any]:
 
 
 def _options_of(solver: object) -> dict[str, Any]:
-    # Solvers of sacplan are dataclasses. One of the user's own may be any object.
+    # Solvers of sacplan are dataclasses. A solver of the user may be any object.
     if dataclasses.is_dataclass(solver):
         return {f.name: getattr(solver, f.name) for f in dataclasses.fields(solver)}
     return dict(getattr(solver, "__dict__", {}))
 
 
 def made_plan(profile: Profile, found: Candidate, budget_bytes: int | None = None, **asked: Any) -> Plan:
-    """Return the plan with the decisions of a candidate, whose figures it has.
+    """Return the plan with the decisions and figures of a candidate.
 
     Args:
         profile: The step without a plan.
@@ -199,8 +199,8 @@ def made_plan(profile: Profile, found: Candidate, budget_bytes: int | None = Non
         asked: What was asked for, see ``provenance_of``.
 
     Raises:
-        PlanError: A unit that cannot be one under ``fully_shard``, or an op that would run again from a parameter that
-            an optimizer has changed by then.
+        PlanError: A module cannot be a unit under ``fully_shard``, or an op would run again from a parameter that an
+            optimizer has changed by then.
     """
     if why := found.why_refused:
         raise PlanError(why)
@@ -214,7 +214,7 @@ def made_plan(profile: Profile, found: Candidate, budget_bytes: int | None = Non
         recompute_ms=footprint.recompute_ms,
         recompute_flops=footprint.recompute_flops,
         lower_bound_ms=found.lower_bound_ms,
-        # With recomputation alone there is no other time. The difference of the sums would leave a rounding error.
+        # Recomputation alone adds no other time, but the difference of the sums would leave a rounding error.
         added_ms=0.0 if found.only_recomputes else found.added_ms,
         waits_ms=profile.waits_ms(found.program) - profile.waits_ms(profile.program),
         step_ms=profile.step_ms,
@@ -242,8 +242,7 @@ def provenance_of(profile: Profile, solver: str, pins: Pins = NO_PINS, **asked: 
     """
     given = {name: value for name, value in asked.items() if value is not None and value != ()}
     given["options"] = {name: _scalar(value) for name, value in asked.get("options", {}).items()}
-    # Only the profile's rules about sizes count: an assumed value alone makes no tensor larger. Seconds
-    # are enough for the date.
+    # Only the profile's rules about sizes are assumptions: an assumed value alone makes no tensor larger.
     return Provenance(
         solver=solver,
         keep=pins.keep,
@@ -261,12 +260,12 @@ def provenance_of(profile: Profile, solver: str, pins: Pins = NO_PINS, **asked: 
 
 
 def _scalar(value: Any) -> Scalar:
-    # Told apart by exact type: a subclass, such as ``numpy.float64``, becomes text like any other object.
+    # Compared by exact type: a value of a subclass, such as ``numpy.float64``, becomes text like any other object.
     return value if type(value) in (bool, int, float, str, type(None)) else repr(value)
 
 
 def _as_written(size: Any) -> int | float | str | None:
     if size is None or isinstance(size, str):
         return size
-    # Numbers of NumPy count as Integral or Real, too. A file has Python's.
+    # Converted, since the number may be of NumPy, and a file takes only Python's.
     return int(size) if isinstance(size, Integral) else float(size)

@@ -7,11 +7,11 @@ that holds the budget wins:
 1. Make the ways on every mesh.
 2. Plan each with a quick solver, by rising step time. A plan only adds time, so this ends as soon as the next way
    is slower without a plan than the best one is with its plan.
-3. Plan the ways within ``_CLOSE`` of the fastest with the solver that was asked for.
+3. Plan the ways within ``_CLOSE`` of the fastest plan with the solver that was asked for.
 
 This is a heuristic. Nothing is proved about other ways: ``Plan.gap`` and ``Plan.lower_bound_ms`` are about
-recomputation with the chosen one. A way that only the careful solver would bring in front is missed if the quick
-one puts it further behind than ``_CLOSE``.
+recomputation with the chosen way. A way that would be fastest only with the careful solver is missed if its quick plan
+is slower than the fastest one by more than ``_CLOSE``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ POLICIES = (*_DATA, *_TENSOR)
 """Names of shardings."""
 
 SHARD = "shard"
-"""The name that stands for a mesh among the techniques."""
+"""The technique with which ``plan`` spreads a step over a mesh."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Spread:
     Attributes:
         name: ``"ddp"``, ``"fsdp"``, ``"megatron"``, ``"sequence"``, or ``"fsdp + megatron"`` and the like.
         whole: The profile of the whole model on one device.
-        ranks: The mesh, and what PyTorch is told.
+        ranks: The mesh, and the arguments of the calls of PyTorch.
     """
 
     name: str
@@ -135,20 +135,20 @@ def spreads(profile: Profile, mesh: Mesh, names: Sequence[str] | None = None) ->
     Args:
         profile: The profile of the whole model on one device.
         mesh: The ranks. A last axis named ``"tp"`` is for tensor parallelism, all others are for data parallelism.
-        names: Which ways; None for all of them.
+        names: Names of the ways; None for all that fit the axes.
 
     Raises:
-        PlanError: The step cannot be spread over this mesh in any of the ways. It says why for each.
+        PlanError: The step cannot be spread over this mesh in any of the ways. The message says why for each.
     """
-    # Several ways are often refused for one reason, which the error then gives once.
-    refused: dict[str, list[str]] = {}  # by reason
+    # By reason, the refused ways: often several share one, and the error then gives it once.
+    refused: dict[str, list[str]] = {}
     seen = set[str]()
     for name in names_on(mesh) if names is None else names:
         try:
             spread = way(profile, mesh, name)
             if repr(spread.ranks) in seen:
                 continue
-            # Recorded now: if the step cannot run so, the error belongs to this way.
+            # Recorded inside of ``try``: if the step cannot run so, this way is refused.
             _ = spread.profile
         except (PlanError, TraceError) as error:
             refused.setdefault(str(error), []).append(name)
@@ -161,7 +161,7 @@ def spreads(profile: Profile, mesh: Mesh, names: Sequence[str] | None = None) ->
 
 
 def names_on(mesh: Mesh) -> tuple[str, ...]:
-    """Return the ways that use each axis for what its name says: ranks of one for data get parts of a batch."""
+    """Return the names of the ways that suit the axes of a mesh: a last ``"tp"`` is for tensors, others for data."""
     if mesh.names[-1] != "tp":
         return _DATA
     return _TENSOR if len(mesh.axes) == 1 else tuple(f"fsdp + {name}" for name in _TENSOR)
@@ -236,10 +236,10 @@ def asks_for_mesh(
         PlanError: Arguments that contradict each other.
     """
     asked = techniques or ()
-    # Neither way of asking for a mesh was used.
+    # Neither ``mesh`` nor the technique was given.
     if mesh is None and SHARD not in asked:
         return False
-    # A mesh without the technique, or the technique without a mesh. Without a list of techniques, the mesh is enough.
+    # Only one of the two was given. Without a list of techniques, the mesh is enough.
     if mesh is None or SHARD not in (techniques or (SHARD,)):
         raise PlanError(
             f'to shard, give a mesh, such as mesh={{"dp": 2, "tp": 4}}, and "{SHARD}" among the techniques.'
@@ -272,16 +272,15 @@ def tried(ways: Iterable[Spread], request: Request, *, all_of_them: bool = False
     return found
 
 
-# Quick plans are not the best ones, so a sharding that is slightly slower may win once it is planned carefully.
+# Quick plans are not the best ones, so a way that is slightly slower may win once it is planned carefully.
 _CLOSE = 0.05
-"""A way is planned carefully if its quick plan takes at most this share more time than the fastest one."""
+"""A way is planned carefully if its quick plan takes at most this share more time than the fastest plan."""
 
 
 def on_meshes(request: Request, profile: Profile, mesh: Any) -> Outcome:
     """Return the fastest plan within the limit of each rank, on a mesh or on any mesh of a number of devices.
 
-    A budget that is a share differs from one sharding to another: it is a share of the peak that a rank has with this
-    sharding and without a plan.
+    A budget that is a share is one of the unplanned peak of a rank, so it differs from one sharding to another.
 
     Args:
         request: What is asked for, ``"shard"`` among the techniques or not.
@@ -308,7 +307,7 @@ def _fastest(request: Request, profile: Profile, mesh: Any) -> Outcome:
         raise PlanError(
             "the profile is that of one of several ranks; a mesh is planned for from a profile of the whole model."
         )
-    # Only ``"best"`` is several solvers, of which one is quick. Another solver is asked for every sharding.
+    # ``"best"`` includes a quick solver, which is asked about every way first. Any other solver takes its place.
     quick = replace(request, solver="greedy") if request.solver == "best" else request
     meshes = resolve_mesh(mesh, profile.spec)
     ways: list[Spread] = []
@@ -318,19 +317,18 @@ def _fastest(request: Request, profile: Profile, mesh: Any) -> Outcome:
             ways += spreads(profile, each)
         except PlanError as error:
             refused.append(str(error))
-    # One mesh may be refused as long as there is another. The reasons count only if there is none.
+    # Refused meshes are an error only if no other mesh is left.
     if not ways:
         raise PlanError(" ".join(refused))
     found = tried(ways, quick)
     fastest = min(one.step_ms for one in found)
     near = [one for one in found if one.step_ms <= fastest * (1 + _CLOSE)]  # all, if none holds the budget
-    # Planned again with the solver that was asked for. The quick plans stay in the list, since they may turn out
-    # cheaper.
+    # Plan these with the solver that was asked for. The quick plans stay in the list, since they may be faster.
     found += tried([one.spread for one in near if _may_improve(one)], request)
     best = min(found, key=lambda one: one.step_ms)
     if best.outcome.plan is not None:
         return best.outcome
-    # Budgets differ if they are shares, so the smallest peak is the one nearest to its own budget.
+    # Budgets differ if they are shares, so each peak is compared relative to its own budget.
     without = [(one.spread, one.outcome.error) for one in found if one.outcome.error is not None]
     least, nearest = min(without, key=lambda each: each[1].smallest_feasible_bytes / each[1].budget_bytes)
     where = " or ".join(map(str, meshes))
@@ -340,5 +338,5 @@ def _fastest(request: Request, profile: Profile, mesh: Any) -> Outcome:
 
 
 def _may_improve(one: TriedSpread) -> bool:
-    """Whether a careful planner could do better than the quick one. It cannot if the step fits without a plan."""
+    """Whether careful planning may find a faster plan; False if the step fits without any decisions."""
     return one.outcome.plan is None or bool(one.outcome.plan.decisions)

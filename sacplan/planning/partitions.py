@@ -1,12 +1,12 @@
-"""The ways to split the graphs that ``torch.compile`` makes into forward and backward, as inductor lowers them.
+"""Ways to split the graphs that ``torch.compile`` makes into forward and backward, measured by inductor's lowering.
 
-Of each graph that is compiled for training, these are compared:
+For each graph that is compiled for training, these are compared:
 
 - what PyTorch saves by itself, and with some settings of its ``activation_memory_budget``;
 - what ``saved_values`` finds cheapest for shares of the bytes that PyTorch saves.
 
-Prices before lowering are rough: fusion decides what an op costs that runs again. After it, inductor knows what each
-kernel reads and writes, and what is alive. So a split is lowered, without a kernel being compiled, before it is chosen.
+Prices before lowering are rough: what it costs to run an op again depends on fusion. After lowering, inductor knows
+what each kernel reads and writes, and what is alive. So a split is lowered before it is chosen.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from sacplan.torch_compat.partitioning import ForwardValue, LoweredGraphs, Price
 # Memory budgets of PyTorch's own partitioner, whose splits are compared with ours.
 _SETTINGS = (0.75, 0.5, 0.25)
 _SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.1)
-"""Fewer bytes cost more and more time; below a tenth, what runs again is alive at once and takes what is not saved."""
+"""Shares of the bytes that PyTorch saves. Below a tenth, what runs again is alive at once: nothing is gained."""
 
 
 class Split:
-    """A way to split a joint graph. Lowering takes seconds, so each is lowered when its figures are needed.
+    """A way to split a joint graph. Lowering takes seconds, so it is put off until the figures are needed.
 
     Args:
         graph: the joint graph.
-        saved: names of the nodes that are saved.
+        saved: names of the nodes whose values are saved.
     """
 
     def __init__(self, graph: JointGraph, saved: frozenset[str]) -> None:
@@ -47,20 +47,19 @@ class Split:
 
     @cached_property
     def lowered(self) -> LoweredGraphs:
-        """What it takes, by inductor."""
+        """Memory and time of the split as inductor lowers it."""
         return self._graph.lowered(self.saved)
 
     @property
     def is_lowered(self) -> bool:
-        """Whether it was lowered before."""
+        """Whether ``lowered`` is known."""
         return "lowered" in vars(self)
 
     @property
     def expected(self) -> LoweredGraphs:
-        """What it takes, or should take by those that were lowered before.
+        """Memory and time of the split; if it is not lowered yet, an estimate from splits that are.
 
-        It is expected to take fewer bytes and more time than one that saves more, and at least the bytes of one that
-        saves less.
+        That is the next larger one, moved by the difference in bytes and price; at least the bytes of smaller ones.
         """
         if self.is_lowered:
             return self.lowered
@@ -74,13 +73,13 @@ class JointGraph:
     """A joint graph, while it is compiled and afterwards.
 
     Args:
-        given: a copy of it.
-        outputs_stay: what the forward pass returns is alive to the end of the backward pass, saved or not.
+        given: a copy of the graph.
+        outputs_stay: whether outputs of the forward pass stay alive to the end of the backward pass, saved or not.
         spec: the device.
 
     Attributes:
-        values: those of its forward part, among which a split chooses.
-        world: makes what is entered to lower a split. While the graph is compiled, there is nothing to enter.
+        values: those of the forward part, from which a split chooses.
+        world: makes the context to lower a split in. While the graph is compiled, it makes an empty one.
     """
 
     def __init__(self, given: partitioning.GivenGraph, outputs_stay: bool, spec: DeviceSpec) -> None:
@@ -92,7 +91,7 @@ class JointGraph:
         self._prices = prices_of(spec)
 
     def _saved_by_pytorch(self, *settings: float) -> list[frozenset[str]]:
-        """Return what PyTorch saves with each of these. The first call notes the values."""
+        """Return the names that PyTorch saves with each of its memory budgets. The first call fills ``values``."""
         found: list[frozenset[str]] = []
 
         def note(graph: Any, info: Any, own: Callable[[float], list[Any]]) -> list[Any]:
@@ -109,12 +108,12 @@ class JointGraph:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether sizes in it are symbols, which may be fixed once it is compiled."""
+        """Whether the graph has symbolic sizes, which may be fixed once it is compiled."""
         return any(isinstance(node.meta.get("val"), torch.SymInt) for node in self._given.module.graph.nodes)
 
     @cached_property
     def own(self) -> Split:
-        """What PyTorch does by itself. It is lowered."""
+        """The split that PyTorch chooses by itself, lowered."""
         (saved,) = self._saved_by_pytorch(1.0)
         split = Split(self, saved)
         lower([split])
@@ -122,14 +121,14 @@ class JointGraph:
 
     @cached_property
     def splits(self) -> tuple[Split, ...]:
-        """The ways that are compared; PyTorch's own is the first."""
-        # PyTorch draws random numbers anew: pytorch#190758.
+        """The splits that are compared; PyTorch's own is the first."""
+        # PyTorch may draw random numbers again, and others (pytorch#190758): save them.
         others = [with_unrepeatable_saved(self.values, names) for names in self._saved_by_pytorch(*_SETTINGS)]
         others += (cheapest_saved(self.values, share * self.own.nbytes) for share in _SHARES)
         return self.own, *(Split(self, saved) for saved in dict.fromkeys(others) if saved != self.own.saved)
 
     def lowered(self, saved: frozenset[str]) -> LoweredGraphs:
-        """Return what it takes to save these nodes."""
+        """Lower the split that saves these nodes, and return its memory and time."""
         module = partitioning.copied(self._given.module)
         with self.world(), self._given.settings:
             graphs = self._partitioned(module, partitioning.saving(saved))
@@ -137,57 +136,57 @@ class JointGraph:
 
 
 Splits = tuple[Split, ...]
-"""A split of each graph of a step."""
+"""One split for each graph of a step, in order."""
 
 
 def ms_of(splits: Splits) -> float:
-    """Return the time that is expected of graphs that are split so."""
+    """Return the expected time in ms of the graphs with these splits."""
     return sum(split.expected.ms for split in splits)
 
 
 def order_of(splits: Splits) -> float:
-    """The faster first, to a nanosecond: of those that are as fast, PyTorch's own stand first."""
+    """Return the sort key of options: time to a nanosecond. Of equals the first wins, which is PyTorch's own."""
     return round(ms_of(splits), 6)
 
 
 def fastest(
     options: Callable[[], Sequence[Splits]], n_bytes: Callable[[Splits], int], budget: int
 ) -> Splits | None:
-    """Return the fastest options that fit a budget, by their figures once lowered; None if none should fit.
+    """Return the fastest option that fits a budget once lowered; None if none is expected to fit.
 
-    As in a binary search, what is lowered next halves what is left: what saves more is expected to take more.
+    As in a binary search, the middle one of the options that may be faster is lowered next.
 
     Args:
-        options: makes those to choose from. They are asked for again after each lowering.
-        n_bytes: what one takes, by what is expected of its splits.
+        options: makes the options. It is called again after each lowering.
+        n_bytes: bytes that an option is expected to take.
         budget: in bytes.
     """
     while True:
         fitting = sorted((one for one in options() if n_bytes(one) <= budget), key=order_of)
         if not fitting:
             return None
-        is_known = [all(split.is_lowered for split in one) for one in fitting]
-        unknown = is_known.index(True) if any(is_known) else len(fitting)
-        if not unknown:
+        are_lowered = [all(split.is_lowered for split in one) for one in fitting]
+        n_faster = are_lowered.index(True) if any(are_lowered) else len(fitting)  # not lowered yet
+        if not n_faster:
             return fitting[0]
-        lower(fitting[(unknown - 1) // 2])
+        lower(fitting[(n_faster - 1) // 2])
 
 
 def smallest(options: Callable[[], Sequence[Splits]], n_bytes: Callable[[Splits], int]) -> Splits:
-    """Return the options that take least; arguments as for ``fastest``. All are lowered: no budget decides which."""
+    """Return the option that takes least, once all are lowered; arguments as for ``fastest``."""
     while unknown := [split for one in options() for split in one if not split.is_lowered]:
         lower(unknown)
     return min(options(), key=lambda one: (n_bytes(one), order_of(one)))
 
 
 def lower(splits: Iterable[Split]) -> None:
-    """Have inductor lower splits that were not lowered before."""
+    """Have inductor lower those splits that are not lowered yet."""
     for split in splits:
         _ = split.lowered
 
 
 def prices_of(spec: DeviceSpec) -> Prices:
-    """Return what ops cost on a device."""
+    """Return the prices of ops and of bytes on a device, in ms."""
     model = CostModel(spec)
     byte_ms = 1e3 / (model.spec.bandwidth_bytes_per_s * model.spec.bandwidth_efficiency)
     return Prices(lambda *call: model.cost(Call(*call))[1], byte_ms)

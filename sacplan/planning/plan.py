@@ -26,7 +26,7 @@ SCHEMA_VERSION = 4
 
 
 class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields=True):
-    """Which tensors each module discards, and the peak and recomputation of the step with it.
+    """Which tensors each module discards, and the peak and recomputation of the step with this plan.
 
     A plan is frozen. ``save`` writes it as JSON, ``load`` reads it, and ``msgspec.structs.replace`` makes a changed
     copy. Two plans are equal if all fields but their provenance are.
@@ -46,11 +46,11 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
             chunks: no schedule with the same chunks.
         device_memory: The peaks that torch's allocator on a GPU would report: of the blocks that it hands out, and of
             the segments that it reserves. The latter decide whether the plan fits a GPU. None for a CPU, and in files
-            from before there was this.
+            older than this field.
         added_ms: How much longer the step takes because of its chunks (more launches, and each slice reads the weights
             again; negative if the slices together are quicker), and because it waits for copies to and from the host.
         waits_ms: How much longer a GPU waits for the CPU that issues its ops (``sacplan/device/eager.py``); negative
-            where recomputation runs while it would wait.
+            if recomputation runs while the GPU would wait.
         host_bytes: The most that the plan has in the memory of the host, as torch's allocator of pinned memory rounds
             it.
         step_ms, step_flops: Predicted time and FLOPs of the step without the plan.
@@ -58,7 +58,7 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
         ranks: How many ranks the step is spread over, and how. Peaks are those of one rank.
         provenance: How the plan was made.
         decisions: The decisions, in execution order of their units.
-        units: Fully qualified name of a module to what the plan does there, in execution order. Units do not nest.
+        units: What the plan does in a module, by its fully qualified name, in execution order. Units do not nest.
         fingerprint: The model and batch that the plan is for.
         sequences: The ops that the recorded step runs in the calls of the units (see ``call_sites.py``).
 
@@ -72,12 +72,12 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
-        # Provenance has the date and the solver in it, which say nothing about what the plan does.
+        # Provenance, such as the date and the solver, says nothing about what the plan does.
         names = (name for name in Plan.__struct_fields__ if name != "provenance")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the fields. ``units`` is a mapping proxy, which cannot be pickled, so it is made again."""
+        """Pickle the fields, ``units`` as a dict: a mapping proxy cannot be pickled."""
         fields = {name: getattr(self, name) for name in Plan.__struct_fields__}
         return _plan, (fields | {"units": dict(self.units)},)
 
@@ -115,10 +115,10 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
             PlanError: A field has a value that a plan file cannot hold.
         """
         try:
-            # Numbers in the types that they will be read as.
+            # Converted to the types of the fields, as ``load`` does: the checksums have to agree.
             data = _plain(msgspec.convert(_plain(self), Plan))
             digest = _digest(data)
-            msgspec.json.encode(data)  # what it cannot encode, such as half of a character, no reader takes
+            msgspec.json.encode(data)  # raises for text that no reader takes, such as a lone surrogate
         except (TypeError, ValueError) as error:
             raise PlanError(f"this plan cannot be saved: {error}. Make it with sacplan.plan.") from error
         files.write(path, {"what": "plan", "schema_version": SCHEMA_VERSION, **data, "sha256": digest})
@@ -132,7 +132,7 @@ class Plan(PlanValue, frozen=True, kw_only=True, eq=False, forbid_unknown_fields
             PlanError: The file is not a plan, is damaged, was edited, or has another schema version.
         """
         file = files.load(path, PlanFile, "plan", SCHEMA_VERSION, PlanError)
-        # The version and the checksum of the file are no fields of a plan.
+        # ``PlanFile`` also has the version and the checksum of the file.
         return Plan(**{name: getattr(file, name) for name in Plan.__struct_fields__})
 
     def _chunked(self) -> str:
@@ -166,7 +166,7 @@ class PlanFile(Plan, frozen=True, kw_only=True, eq=False, tag_field="what", tag=
 
     Attributes:
         schema_version: Version of the file format.
-        sha256: Checksum of all other fields. It reveals a file that was damaged or edited.
+        sha256: Checksum of the fields of ``Plan``. It reveals a file that was damaged or edited.
     """
 
     schema_version: Literal[4]
@@ -174,19 +174,19 @@ class PlanFile(Plan, frozen=True, kw_only=True, eq=False, tag_field="what", tag=
 
     def __post_init__(self) -> None:
         data = _plain(self)
-        # The checksum is over the fields of the plan alone, without those that ``_plain`` has left out.
+        # As in ``save``: the fields of the plan alone, without those that ``_plain`` has left out.
         if self.sha256 != _digest({name: data[name] for name in Plan.__struct_fields__ if name in data}):
             raise PlanError("its contents do not have the checksum in `sha256`: it was damaged or edited.")
         super().__post_init__()
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
-    """Return the fields of a plan in types that JSON has."""
+    """Return the fields of a plan in types that JSON has, without some defaults."""
     found: dict[str, Any] = msgspec.to_builtins(plan, enc_hook=_as_dict)
-    # Left out, so that the checksums of files from before there was this field still hold.
+    # Left out, so that the checksums of files older than this field still hold.
     if found["device_memory"] is None:
         del found["device_memory"]
-    # Left out for the same reason: older files do not have it, and 0 is its default.
+    # Left out for the same reason.
     if not found["host_bytes"]:
         del found["host_bytes"]
     return found

@@ -1,4 +1,4 @@
-"""``plan``: it reads what is asked for, asks it of a step or a mesh, and hands out the plan."""
+"""``plan``: read the arguments, plan for a step or on a mesh, and return the plan."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plan(
         profile: A profile from ``sacplan.profile``, or the path of one.
         budget: Limit for the peak of the whole step. A number is in GiB. A string has a unit (``"22GiB"``, ``"24GB"``)
             or is a share of the peak without a plan (``"60%"``). None: the plan has to fit the profile's device. On a
-            GPU, what torch reserves with it (``Plan.device_memory``) and what lies outside of torch's allocator may
+            GPU, what torch reserves for it (``Plan.device_memory``) and what lies outside of torch's allocator may
             take all memory; on a CPU, the peak may take 85% of the machine's. With several ranks, that holds for each.
             ``"smallest"``: the smallest peak that the search finds, however much it recomputes, which is what
             ``InfeasibleBudget`` reports as ``smallest_feasible_bytes``. That search takes longer.

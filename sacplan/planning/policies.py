@@ -1,15 +1,15 @@
 """Plans by rule: checkpoint nothing, everything, every k-th layer, or by op.
 
 This is what people do by hand. The checkpointing modes and their names are those of torchtitan
-(``torchtitan/distributed/activation_checkpoint.py``) and torchtune (PR #785). They differ in how they run: as recipes
+(``torchtitan/distributed/activation_checkpoint.py``) and torchtune (PR #785). Here they run differently: as recipes
 (``techniques/recompute/executor/recipes.py``), so that only ops whose outputs the backward pass asks for run again, and
 nothing is cached that autograd does not use. Nothing is optimised here. The peak and the recomputation of the plan are
 measured on the rewritten program, as for any other plan.
 
 A rule turns into decisions in three steps. ``layers_of`` finds the layers: the longest runs of numbered siblings that
 look alike and feed one another. The mode then selects ops in them (``Selects``, by position in one call of a layer).
-At last ``_discarded_in`` walks back from what autograd saves to the selected ops that have to run again for it. A
-selected op whose output nobody needs in the backward pass does not become a decision.
+Finally ``discarded_in`` walks back from what autograd saves to the selected ops that have to run again for it. A
+selected op whose output the backward pass does not need does not become a decision.
 
 Known inefficiency: the layers of a run are compared by walking over the ops between them, once per neighbour.
 """
@@ -55,19 +55,19 @@ def policy(
         plan = sacplan.policy("full", profile=profile, layers="model.layers.*")
 
     Args:
-        mode: ``"none"`` discards nothing. ``"full"`` discards everything in every layer that may run again; the inputs
+        mode: ``"none"`` discards nothing. ``"full"`` discards in every layer everything that may run again; the inputs
             of the layer are kept. ``"selective"`` does what ``option`` says.
 
             ``"ddp"`` and ``"fsdp"`` cut the batch over all axes of a mesh; each rank has all parameters, or a shard of
             them. ``"megatron"`` is tensor parallelism on the last axis, with ``"ddp"`` on
-            the other axes; ``"fsdp + megatron"`` has ``"fsdp"`` on them. ``"sequence"`` in place of
-            ``"megatron"`` is sequence and loss parallelism as well.
+            the other axes; ``"fsdp + megatron"`` has ``"fsdp"`` on them. ``"sequence"`` is
+            ``"megatron"`` with sequence and loss parallelism.
         option: For ``"selective"`` only:
 
             - An integer ``k`` (or its digits, ``"2"``): checkpoint the layers number k, 2k, ... of the run as
               ``"full"`` does, and leave the others alone. 1 is the same as ``"full"``.
             - ``"op"``: in every layer, keep attention and every second matmul or convolution (the first, the third,
-              ...), and recompute the rest. The count starts anew in each call of a layer.
+              ...), and recompute the rest. The count starts again in each call of a layer.
             - ``"op-keep-matmuls"``: in every layer, keep attention and all matmuls and convolutions, and recompute the
               rest.
 
@@ -93,7 +93,7 @@ def policy(
             matches nothing. The message says why.
     """
     profile = opened(profile, Profile)
-    # A mesh makes it another kind of policy: it decides where parameters lie, and discards nothing.
+    # A policy on a mesh decides how the step is spread over ranks, and discards nothing.
     if mesh is not None:
         if option is not None or layers is not None or keep or never:
             raise PlanError("a policy on a mesh takes no option, layers, keep or never.")
@@ -106,14 +106,14 @@ def policy(
             techniques=("shard",),
         )
         return handed_out(structs.replace(made, provenance=provenance), profile)
-    # A policy of a mesh, but without one. Unknown modes come after it, since their message says less.
+    # A mode that needs a mesh. Checked before unknown modes, since that message says less.
     if mode in POLICIES or " + " in mode:
         raise PlanError(f"policy {mode!r} spreads a step over ranks: give them, mesh={{'dp': 8}}.")
     if mode not in MODES:
         raise PlanError(f"unknown mode {mode!r}; known are {_listed((*MODES, *POLICIES))}.")
     if mode != "selective" and option is not None:
         raise PlanError(f"mode {mode!r} takes no option, got {option!r}. Options belong to mode 'selective'.")
-    # A rule names ops, which a compiled graph has not: those of the step as it runs uncompiled.
+    # A rule selects ops, which a compiled graph does not have, so it is applied to the uncompiled step.
     program = profile.uncompiled.program
     pins = resolve_pins(program, profile.uncompiled.fingerprint, keep, never)
     decisions: tuple[Decision, ...] = ()
@@ -127,7 +127,7 @@ def policy(
 def _discarded_by(
     mode: str, option: int | str | None, program: Program, layers: str | None, pins: Pins
 ) -> Discarded:
-    """Return by unit the call sites that the layers discard in the modes ``"full"`` and ``"selective"``."""
+    """Return by unit the call sites that the mode ``"full"`` or ``"selective"`` discards in the layers."""
     selects, k = _read_option(option) if mode == "selective" else (everything, 1)
     found = layers_of(program, layers)
     if k > len(found):
@@ -166,7 +166,7 @@ _BY_OP: dict[str, Selects] = {"op": _every_second_matmul, "op-keep-matmuls": _al
 
 
 def _read_option(option: object) -> tuple[Selects, int]:
-    """Return the rule for the ops of a layer, and k if only every k-th layer follows it.
+    """Return the rule for the ops of a layer, and k: every k-th layer follows the rule.
 
     Raises:
         PlanError: The option is unknown.

@@ -37,7 +37,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         limits_reached: Solvers and searches that stopped at their limit of work before they had proved their answer,
             such as ``"milp"``. With a higher limit (``sacplan.Milp(work_limit=)``) there may be a better plan. Absent
             if there were none.
-        remarks: What no plan changes about this step, a sentence for each. Absent if there is nothing to say.
+        remarks: Sentences on what no plan changes about this step. Absent if there are none.
         sacplan, torch: Versions of the packages.
         date: Time at which the plan was made, in UTC.
     """
@@ -62,7 +62,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def assumed(self) -> tuple[str, ...]:
-        """One sentence for each assumption about sizes that depend on data, with what to do if it may not hold."""
+        """A sentence for each assumption about sizes that depend on data, with what to do in case it is wrong."""
         if self.assumptions is UNSET:
             return ()
         return tuple(
@@ -73,7 +73,7 @@ class Provenance(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def limit_in_words(self) -> str:
-        """A sentence on the limits of work that were reached, and what to try; empty if there were none."""
+        """A sentence on the limits of work that were reached, and what to try; ``""`` if none was."""
         if self.limits_reached is UNSET:
             return ""
         return (

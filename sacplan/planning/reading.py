@@ -24,7 +24,7 @@ from sacplan.planning.layers import LayerOps, LayerReading, read_layers, summed
 from sacplan.planning.limits import LEFT_ON_CPU
 from sacplan.planning.value import PlanValue
 
-_PARTS = 10  # named in a sentence; the others are only counted
+_PARTS = 10  # parts that a sentence names; further ones are only counted
 
 
 def plan_sections(plan: PlanValue) -> list[Section]:
@@ -41,7 +41,7 @@ def plan_sections(plan: PlanValue) -> list[Section]:
             *(("on the host", text) for text in layer.away),
         ]
         sections.append(Section(layer.name, tuple((label, text) for label, text in rows if text)))
-    # If the model itself is a unit, nothing is left outside of the units.
+    # Unless the model itself is a unit, some modules are outside of all units.
     if "" not in plan.units:
         sections.append(
             Section("All else runs as without a plan." if plan.units else "Runs as without a plan.", ())
@@ -55,7 +55,7 @@ def kept_sections(layers: Sequence[LayerReading]) -> list[Section]:
 
 
 def host_text(plan: PlanValue) -> str:
-    """Return what a plan has in the memory of the host; ``""`` for nothing."""
+    """Describe what a plan has in the memory of the host; ``""`` for nothing."""
     counts = (len(plan.offloaded), "tensors"), (len(plan.offloaded_weights), "parameters")
     there = " and ".join(f"{n} {what}" for n, what in counts if n)
     if not there:
@@ -67,7 +67,7 @@ def host_text(plan: PlanValue) -> str:
 
 
 def plan_rows(plan: PlanValue) -> tuple[tuple[str, str], ...]:
-    """Return the figures of a plan as labels and texts. Labels that do not apply are left out."""
+    """Return the figures of a plan as pairs of label and text, without labels that do not apply."""
     fingerprint, setup = plan.fingerprint, str(plan.fingerprint.setup)
     saves = 1 - plan.peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 0.0
     rows = [
@@ -121,14 +121,13 @@ def device_memory_text(found: DeviceMemory | None) -> str:
 
 
 def fills_gpu(plan: PlanValue) -> bool:
-    """Whether a plan was made to fit a GPU, without a budget."""
+    """Whether a plan was made to fit the memory of a GPU, and not for a budget."""
     asked = plan.provenance.budget is not None
     return plan.budget_bytes is not None and plan.device_memory is not None and not asked
 
 
 def whence(plan: PlanValue) -> str:
-    """Say how the limit for the peak came about; empty for a budget that was asked for."""
-    # No budget, or one that the user gave.
+    """Say how the limit for the peak came about; ``""`` if there is none, or the user gave it."""
     if plan.budget_bytes is None or plan.provenance.budget is not None:
         return ""
     of_device = f", the memory of {plan.device} less "
@@ -144,7 +143,7 @@ def amount(parts: Sequence[LayerOps], layers: int, *, with_time: bool = False) -
         return ""
     n_bytes, ms = summed(part.n_bytes for part in parts), summed(part.ms for part in parts)
     figures = []
-    # 0 bytes are not shown if the parts take time: those ops run again only for other ops.
+    # 0 bytes are not shown if the parts take time: these ops run again only for other ops.
     if n_bytes is not None and (n_bytes or not ms):
         figures.append(format_bytes(n_bytes))
     if with_time and ms is not None:
@@ -163,12 +162,12 @@ def _ms(ms: float) -> str:
 
 
 def as_text(sections: Sequence[Section], width: int = 100) -> str:
-    """Return sections as text: each has a title, and rows below it whose long texts are wrapped beside their label."""
+    """Return sections as text: each is a title and rows of a label and a text, which is wrapped to ``width``."""
     return "\n\n".join(section.text(width) for section in sections)
 
 
 def layer_facts(layers: Sequence[LayerReading]) -> list[dict[str, object]]:
-    """Return the layers for ``--json``. Bytes and ms are those of one layer."""
+    """Return the layers for ``--json``. Bytes and ms are for one layer of each group."""
     return [
         {
             "layers": list(layer.layers),
@@ -189,7 +188,7 @@ def part_facts(part: LayerOps) -> dict[str, object]:
 def ranks_text(ranks: Ranks, program: Program | None = None) -> str:
     """Describe how a step is spread over ranks, and what runs it.
 
-    With its program, this includes how many modules each pattern of FSDP2 units matches.
+    If its program is given, the text says how many modules each pattern of FSDP2 units matches.
     """
     if ranks.devices == 1:
         return "one device"
@@ -206,7 +205,7 @@ def ranks_text(ranks: Ranks, program: Program | None = None) -> str:
 def _unit(pattern: str, program: Program | None) -> str:
     if not pattern:
         return "the model"
-    # Without a wildcard, the pattern is the name of one module. Without a program, nobody knows how many match.
+    # A pattern without a wildcard is the name of one module. Without a program, matches cannot be counted.
     if program is None or not re.search(r"[*?[]", pattern):
         return pattern
     return f"{len(matching_modules(tuple(program.calls), [pattern], 'units'))} x {pattern}"

@@ -25,9 +25,9 @@ from sacplan.techniques.registry import DEFAULT_TECHNIQUES, INFERENCE_TECHNIQUES
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The arguments of ``plan`` that do not depend on the step, as the user gave them.
+    """The arguments of ``plan`` except the step, as the user gave them.
 
-    Whether they can be read is known only with a step, since patterns, shares and defaults depend on it.
+    Most are checked only in ``planner``, since patterns, shares and defaults depend on the step.
     """
 
     limit: Limit = OF_DEVICE
@@ -38,10 +38,10 @@ class Request:
     techniques: Sequence[str] | None = None
     host_budget: float | str | None = None
     beside_compiled: bool = False
-    """Plan what a recorded compiled step runs eagerly, and leave its compiled modules as they are."""
+    """Plan only what runs eagerly in a compiled step, and leave its compiled modules as they are."""
 
     def techniques_for(self, profile: Profile) -> tuple[str, ...]:
-        """Return the techniques that are asked for, or those that plans for such a step have by default."""
+        """Return the names of the techniques that were asked for, or the default ones for the mode of the step."""
         if self.techniques is not None:
             return resolve_techniques(self.techniques)
         return INFERENCE_TECHNIQUES if profile.mode == "inference" else DEFAULT_TECHNIQUES
@@ -56,14 +56,12 @@ class Request:
         solvers = tuple(resolve_solver(self.solver))
         names = self.techniques_for(profile)
         pins = resolve_pins(profile.program, profile.fingerprint, self.keep, self.never)
-        # Rotor as the last resort is part of ``"best"`` alone, and only if the user allows the technique that its plans
-        # use.
+        # Only ``"best"`` falls back on Rotor, and only if the user allows the technique that Rotor's plans use.
         last = Rotor(stages=ROTOR_STAGES)
         usable = self.solver == "best" and set(last.techniques) <= set(names)
-        # A value that is recomputed twice cannot be compiled.
+        # Plans of Rotor may recompute a value twice, which cannot be compiled.
         usable = usable and profile.fingerprint.setup.compiled is None
-        # Several offers, such as those of all layers, make the integer program of the whole step slow. These two stay
-        # quick.
+        # With several offers, such as one for each layer, the integer program is slow. These two solvers stay quick.
         crowded = (Alike(), Greedy()) if self.solver == "best" else solvers
         taken, spec = profile.unplanned_host_bytes, profile.spec
         host_bytes = spec.host_memory_bytes
@@ -89,7 +87,7 @@ class Request:
 
 
 def resolve_solver(solver: str | Solver | StepSolver) -> list[Solver | StepSolver]:
-    """Return the solvers that a name stands for. ``"best"`` is several whose plans are compared, the quickest first.
+    """Return the solvers that a name stands for, or the given solver alone. ``"best"`` is several, the quickest first.
 
     Raises:
         PlanError: The name is unknown.

@@ -1,7 +1,7 @@
 """Which values a compiled step saves for its backward pass: a mixed-integer program on the joint graph.
 
-Every value of the forward pass is there for the backward pass or not (a), and is made again for it or not (r). What is
-there and is not made again is saved (s = a - r):
+Two variables for each value of the forward pass: whether the backward pass has it (a), and whether it is made again
+for that (r). A value that is there and not made again is saved (s = a - r):
 
     minimise    sum of rerun_ms r + save_ms s
     subject to  a >= r;  a = 1 for what the backward pass reads;  a of an input >= r of what is made of it
@@ -9,8 +9,8 @@ there and is not made again is saved (s = a - r):
 
 Without the last row it is a minimum cut.
 
-There are no rows for moments inside the backward pass: what fusion leaves of them is known only once inductor has
-lowered it. The caller does that, for several limits.
+There are no rows for moments inside the backward pass: what is alive there is known only once inductor has fused and
+lowered the graph, which the caller has it do for several limits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def bytes_of(values: Sequence[ForwardValue], names: Collection[str]) -> int:
 
 
 def needed(values: Sequence[ForwardValue], saved: Collection[str]) -> Iterator[ForwardValue]:
-    """Yield what has to be there for the backward pass, each once; of what is saved when it was yielded, no inputs."""
+    """Yield each value that the backward pass needs, once: what it reads, and the inputs of each that is not saved."""
     missing = [i for i, value in enumerate(values) if value.is_read]
     seen = set[int]()
     while missing:
@@ -42,15 +42,15 @@ def needed(values: Sequence[ForwardValue], saved: Collection[str]) -> Iterator[F
 
 
 def price_of(values: Sequence[ForwardValue], names: Collection[str]) -> float:
-    """Return what the program minimises, if these are saved, in ms; without what it forbids."""
+    """Return the objective of the program in ms if these values are saved, without infinite prices."""
     prices = (v.save_ms if v.name in names else v.rerun_ms for v in needed(values, names))
     return sum(price for price in prices if price < math.inf)
 
 
 def with_unrepeatable_saved(values: Sequence[ForwardValue], names: Collection[str]) -> frozenset[str]:
-    """Return ``names``, plus each value that would otherwise run again although it must not (infinite ``rerun_ms``)."""
+    """Return ``names``, plus each value that would run again although it must not (infinite ``rerun_ms``)."""
     saved = set(names)
-    # ``needed`` is lazy: it checks ``saved`` after each yield, so it does not follow the inputs of what is added here.
+    # ``needed`` is lazy: it looks into ``saved`` after each yield, so it skips the inputs of values added here.
     for value in needed(values, saved):
         # An op with several results cannot be saved itself: if it must not run again, its results are saved.
         runs_again = (value, *(values[i] for i in value.inputs if not values[i].is_savable))
@@ -60,7 +60,7 @@ def with_unrepeatable_saved(values: Sequence[ForwardValue], names: Collection[st
 
 
 def cheapest_saved(values: Sequence[ForwardValue], limit: float) -> frozenset[str]:
-    """Return the names of what to save so that it costs least, in a limit of bytes; the least bytes if none does."""
+    """Return the names of the cheapest values to save within ``limit`` bytes; if none fit, of the fewest bytes."""
     found = _solved(values, limit)
     if found is None:
         found = _solved(values, None)
@@ -69,7 +69,7 @@ def cheapest_saved(values: Sequence[ForwardValue], limit: float) -> frozenset[st
 
 
 def _solved(values: Sequence[ForwardValue], limit: float | None) -> frozenset[str] | None:
-    """Return the cheapest choice within a limit, None if there is none; without a limit, that of the least bytes."""
+    """Return the cheapest names to save within a limit, or None; without a limit, those of the fewest bytes."""
     program = LinearProgram()
     there, again, row = list[int](), list[int](), list[tuple[int, float]]()
     for value in values:

@@ -1,8 +1,8 @@
 """The closed loop: a solver proposes, the rewritten program is measured, and the solver is asked again.
 
-A solver works on a linear model, in which effects add up (``effects.py``). The rewritten program is the step itself.
-So a proposal counts only with the peak of the program that it gives. If this differs from the peak in the model, the
-budget that the solver is given moves by the difference:
+A solver works on a linear model, in which effects add up (``effects.py``). The rewritten program is exact, so only its
+peak counts for a proposal. If this differs from the peak in the model, the budget for the solver moves by the
+difference:
 
     asked = budget - (measured peak - modelled peak)
 
@@ -11,7 +11,7 @@ moves, or after ``_ROUNDS`` rounds.
 
 At first every region takes an option on its own. If the plan is then missing or far from the lower bound, neighbouring
 regions are joined (two, all of a kind, three and more), so that tensors that pass between them may be discarded too.
-This stops near the bound, or when several sizes in a row have made nothing cheaper.
+This stops near the bound, or when several sizes in a row have given no cheaper plan.
 
 An exact solver finds the optimum of each problem, up to its gap. The search as a whole is not optimal: it tries only
 some sizes and, where effects do not add up, only a few budgets. ``Plan.lower_bound_ms`` limits how far it can be off.
@@ -34,13 +34,13 @@ from sacplan.solvers.solvers import Solver
 from sacplan.techniques.base.technique import StepSolver
 from sacplan.techniques.registry import decisions_of, why_not
 
-# On three golden models and a language model of 12 layers, at four budgets and for the smallest peak, no value decides
-# a plan: 1 to 6 sizes in vain, 1 to 8 rounds, and 1.0 to 1.02 times the floor find the same ones.
+# On three golden models and a language model of 12 layers, at four budgets and for the smallest peak, these values
+# change no plan: 1 to 6 sizes in vain, 1 to 8 rounds, and 1.0 to 1.02 times the floor find the same plans.
 _IN_VAIN = 3  # give up after so many sizes in a row without a cheaper plan, or without a smaller peak
 _IN_VAIN_ROUGH = 1  # the same where prices are rough, and a plan has to be cheaper by ``NEAR`` to count
 _ROUNDS = 4  # of asking a solver at most, for one size
 _AT_FLOOR = 1.001  # a peak this many times the floor counts as the smallest
-# How far a plan may be above the bound for no larger regions to be tried: as a share of its cost, or of the step.
+# No larger regions are tried for a plan that is this near the bound: as a share of its cost, or of the step's.
 NEAR, _SMALL = 2e-2, 2e-3
 
 
@@ -49,11 +49,11 @@ class PlanSearch:
     """Asks solvers for proposals. Each set of decisions is measured once and remembered.
 
     Attributes:
-        basis: The step, with what is settled and offered. Candidates are measured on the recorded step, where pins do
-            not matter any more.
+        basis: The step, with what is settled and offered. Candidates are measured on the recorded step, for which pins
+            no longer matter.
         tried: All candidates measured so far, by their decisions.
-        limits_reached: Names of solvers that stopped at their limit of work. Searches for one plan may share it.
-        asked: The solvers that were asked for a plan so far, each with its budget. Nobody is asked the same twice.
+        limits_reached: Names of solvers that stopped at their limit of work; several searches may share this dict.
+        asked: The solvers that were asked for a plan so far, each with its budget: none is asked twice for a budget.
         minimised: The solvers that were asked for the smallest peak so far.
     """
 
@@ -73,10 +73,10 @@ class PlanSearch:
 
     def solve(self, solver: Solver | StepSolver, budget_bytes: int) -> None:
         """Look for the cheapest plan: with single regions, then with joined ones for as long as that helps."""
-        if (solver, budget_bytes) in self.asked:  # its proposals are known
+        if (solver, budget_bytes) in self.asked:  # its proposals are in ``tried``
             return
         self.asked.append((solver, budget_bytes))
-        if isinstance(solver, StepSolver):  # it works on the step and knows nothing of regions
+        if isinstance(solver, StepSolver):  # it plans the whole step and knows no regions
             self._add_proposals(solver, budget_bytes)
             return
         if budget_bytes < self.context.floor_bytes:  # no choice of options holds this budget
@@ -90,7 +90,7 @@ class PlanSearch:
             found = self.best(budget_bytes)
             if found is None:  # larger regions may still hold the budget
                 continue
-            # Prices of waiting are rough, and no bound ends the search there.
+            # Prices of waiting for copies are rough, and no bound ends the search: try fewer sizes in vain.
             enough, most = (1 - NEAR, _IN_VAIN_ROUGH) if self.context.frees_otherwise else (1.0, _IN_VAIN)
             in_vain = in_vain + 1 if cheapest is not None and found.cost >= enough * cheapest else 0
             cheapest = found.cost
@@ -102,7 +102,7 @@ class PlanSearch:
         """Look for the smallest peak, with larger and larger regions, until one holds the budget."""
         if self.smallest.footprint.peak_bytes <= budget_bytes:  # low enough as it is
             return
-        # A peak near the floor is enough as well: larger regions cannot lower it by much.
+        # A peak near the floor is small enough, too: larger regions cannot lower it by much.
         enough = max(budget_bytes, _AT_FLOOR * self.context.floor_bytes)
         for solver in solvers:
             if solver in self.minimised:
@@ -113,20 +113,19 @@ class PlanSearch:
                 continue
             if self.smallest.footprint.peak_bytes <= self.context.floor_bytes:  # no option can go lower
                 continue
-            worse = 0
+            in_vain = 0
             for size in self.context.sizes:
                 effects, before = self.context.effects(size), self.smallest.footprint.peak_bytes
                 self._add(effects, self._noted(solver.smallest(effects.problem), solver), solver.name)
                 now = self.smallest.footprint.peak_bytes
-                worse = worse + 1 if now >= before else 0
+                in_vain = in_vain + 1 if now >= before else 0
                 # Low enough, or larger regions no longer help. Either way, the remaining solvers are not asked.
-                if now <= enough or worse == _IN_VAIN:
+                if now <= enough or in_vain == _IN_VAIN:
                     return
 
     def best(self, budget_bytes: int) -> Candidate | None:
         """Return the cheapest candidate that holds the budget, or None. On a tie, the lower peak wins."""
-        # A solver has the host's memory as a sum in one row. What counts is the peak of the rewritten program, there as
-        # well.
+        # Solvers model the host's memory as one sum. Here its peak in the rewritten program counts, as on the device.
         room = self.context.step.host_bytes
         holding = [
             t
@@ -143,7 +142,7 @@ class PlanSearch:
         found = self.best(budget_bytes)
         if found is None:
             return math.inf, math.inf
-        # A bound on what has to run again says nothing where memory can be had otherwise.
+        # If memory can be freed without running ops again, bounds on recomputation do not hold.
         bound = 0.0 if self.context.frees_otherwise else self.context.bound_at(budget_bytes)
         above = max(0.0, found.cost - bound)
         return above / found.cost if found.cost else 0.0, above / sum(self.context.step.costs)
@@ -160,7 +159,7 @@ class PlanSearch:
         return min(within, key=lambda t: (t.footprint.peak_bytes, t.cost))
 
     def _close_loop(self, solver: Solver, effects: RegionProblem, budget_bytes: int) -> None:
-        """Ask at the budget, then at budgets corrected by how far the model was off."""
+        """Ask a solver at the budget, then at budgets corrected by how far its model was off."""
         problem = effects.problem
         asked = budget_bytes
         for _ in range(_ROUNDS):
@@ -169,8 +168,7 @@ class PlanSearch:
             # No choice holds this budget in the model, or the solver ended before it had found one.
             if solution is None or self._noted(solution, solver).status == "unknown":
                 break
-            # The proposal is kept whether it holds the budget or not: it may hold another one, or have the smallest
-            # peak.
+            # Kept even if it does not hold this budget: it may hold another one, or have the smallest peak.
             tried = self._add(effects, solution, solver.name)
             if tried is None:
                 break
@@ -180,16 +178,16 @@ class PlanSearch:
                 free = replace(limited, once_costs=())
                 leaner = replace(solution, picks=give_back(free, solution.picks), status="feasible")
                 self._add(effects, leaner, solver.name)
-            # The model was off by so much, and is asked for a budget that allows for it.
+            # Next, allow for how far the model was off.
             off = tried.footprint.peak_bytes - problem.peak(solution.picks)
             corrected, holds = budget_bytes - off, tried.footprint.peak_bytes <= budget_bytes
-            # Asking again changes nothing, or the plan holds the budget and the solver would get no more than it had.
+            # The budget would stay the same, or the plan holds it and the solver would get a smaller one.
             if corrected == asked or (holds and corrected <= asked):
                 break
             asked = corrected
 
     def _noted(self, solution: Solution, solver: Solver) -> Solution:
-        # With more work it might find a cheaper plan, and the plan says so.
+        # With a higher limit there might be a cheaper plan, and the provenance says so.
         if solution.limited:
             self.limits_reached[solver.name] = None
         return solution
@@ -202,7 +200,7 @@ class PlanSearch:
             gap = max(0.0, cost - solution.bound) / cost if cost else 0.0
         step, taken = self.context.step, effects.taken(solution.picks)
         decisions = decisions_of(step.program, taken, step.device)
-        # Offers go together in the step that has what is settled in it, and may not do so in the recorded one.
+        # Offers that are compatible in the settled step need not be so in the recorded one: drop such a proposal.
         recorded, together = self.basis.recorded, (*self.basis.settled, *decisions)
         if self.context.offers and why_not(recorded.program, together, recorded.device):
             return None
@@ -211,9 +209,9 @@ class PlanSearch:
     def _measure(
         self, decisions: tuple[Decision, ...], status: str, gap: float | None, solver: str
     ) -> Candidate:
-        # Figures are those of the recorded step with all decisions, not of the one that has the settled ones in it.
+        # Measured as the recorded step with all decisions, and not as the settled step with the further ones.
         decisions = (*self.basis.settled, *decisions)
-        # Candidates are told apart by what they decide, in whatever order.
+        # Candidates with the same decisions are the same, in whatever order.
         key = frozenset(decisions)
         if key not in self.tried:
             self.tried[key] = Candidate(self.basis.recorded, decisions, status, gap, solver)
@@ -221,7 +219,7 @@ class PlanSearch:
 
     def _add_proposals(self, solver: StepSolver, budget_bytes: int) -> None:
         """Measure what a solver of whole steps proposes."""
-        # It does not know which ops the offers have taken, so it is asked only in a search without offers.
+        # Such a solver does not know which ops the offers have taken, so it is asked only without offers.
         if not self.context.offers:
             for decisions in solver.proposals(self.context.step, budget_bytes):
                 self._measure(decisions, "feasible", None, solver.name)

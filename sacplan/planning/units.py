@@ -21,14 +21,13 @@ def unit_plans(
     """
     units = {}
     sequences: dict[OpSequence, int] = {}
-    # Only what autograd has a handle on is kept for the backward pass. Other outputs are gone with the code that made
-    # them.
+    # Only storages that autograd has a handle on are kept for the backward pass, so only their bytes count below.
     held = set(program.handle_storages)
     for fqn in fqns:
         times = discarded.get(fqn, {})
         kept: dict[CallSite, int] = {}
-        # Every decision has an entry here, in order, even if its op made nothing that autograd keeps. The figures of a
-        # unit are read side by side with its decisions.
+        # Bytes and ms by call site to recompute. Each site has an entry, even with 0 bytes: the figures of a unit are
+        # matched with its decisions by position.
         dropped = dict.fromkeys(times, (0, 0.0))
         saved_bytes = 0
         calls: dict[int, None] = {}
@@ -39,7 +38,7 @@ def unit_plans(
                 op = program.ops[i]
                 n_bytes = sum(program.storage_bytes[s] for s in op.writes if s in held)
                 saved_bytes += n_bytes
-                # Rotor may drop a value several times, and its op then runs as many times again.
+                # Rotor may drop a value several times, and its op then runs again as often.
                 if site in times:
                     before, ms = dropped[site]
                     dropped[site] = before + n_bytes, ms + times[site] * op.time_ms
@@ -60,6 +59,6 @@ def unit_plans(
 
 def kept_by_layer(program: Program) -> list[LayerReading]:
     """Return what autograd keeps in each layer of a step without a plan."""
-    # A loss function may call parts of the model and never the model itself. Then these parts take its place.
+    # If a loss function calls only parts of the model and never the model itself, these parts are the units.
     outermost = [""] if "" in program.calls else [fqn for fqn in program.calls if "." not in fqn]
     return kept_layers(*unit_plans(program, {}, outermost))

@@ -1,7 +1,7 @@
 """The fields of a plan, their checks, and what follows from them.
 
-``Plan`` adds files and text. They are apart because the module that describes a plan in words reads these fields, and
-``Plan`` needs that module.
+``Plan`` adds files and text. The two classes are in separate modules to avoid a cycle of imports: ``Plan`` needs
+``reading.py``, which reads these fields.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
     def __post_init__(self) -> None:
         # The struct is frozen, and a caller's dict is not.
         msgspec.structs.force_setattr(self, "units", MappingProxyType(dict(self.units)))
-        # A unit that leaves recipes or sends copies is around no other such. Those of other techniques may be.
+        # Units with recipes or copies must not nest. Only units of other techniques alone may: they are not checked.
         in_unit = Recompute | Offload | OffloadWeight
         recorded = {unit for d in self.decisions if isinstance(d, in_unit) for unit in d.units}
         others = {d.unit for d in self.decisions if not isinstance(d, in_unit)}
@@ -100,8 +100,8 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
             if unit.calls and max(unit.calls) >= len(self.sequences):
                 raise PlanError(f"unit {fqn!r} refers to a sequence of ops that the plan does not have.")
         self._check_nesting([fqn for fqn in self.units if fqn in recorded or fqn not in others])
-        # Two decisions to recompute at one call site would contradict each other. Several copies at one do not: an op
-        # may have several tensors.
+        # A call site has at most one decision to recompute: two would contradict each other. It may have several to
+        # copy, since an op may have several tensors.
         seen: set[Site] = set()
         for decision in self.decisions:
             if decision.unit not in self.units:
@@ -123,19 +123,19 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
             # The empty name at depth 0 is the model itself, which is around every other unit.
             for depth in range(len(parts)):
                 outer, inner = ".".join(parts[:depth]), ".".join(parts[depth:])
-                # A part may run outside of its unit alone: a loss function calls the model, and then one of its parts.
+                # They do not nest if the outer unit never calls the inner one, as when a loss function calls it.
                 if outer in units and outer != fqn and self._calls(outer, inner):
                     raise PlanError(f"units must not nest, but {fqn!r} is inside {outer!r}.")
 
     def _calls(self, unit: str, inner: str) -> bool:
-        """Whether a unit calls the module in it that has this name. Assumed if the calls of the unit are not known."""
+        """Whether a unit calls its submodule ``inner``. True if the calls of the unit are not known."""
         known = [self.sequences[i] for i in self.units[unit].calls]
-        # Calls after the first one of a module are numbered: "head.0 (2)".
+        # The number of a later call is cut off: "head.0 (2)" is a call of "head.0".
         callers = {caller.partition(" (")[0] for sequence in known for caller, _, _ in sequence}
         return not known or any(name == inner or is_inside(name, inner) for name in callers)
 
     def _check_lengths(self) -> None:
-        """Raise ``PlanError`` if a unit has another number of figures than of call sites. It may have none at all."""
+        """Raise ``PlanError`` if a unit has figures, but not one for each call site."""
         again = Counter(d.unit for d in self.decisions if isinstance(d, Recompute))
         for fqn, unit in self.units.items():
             wanted = {
@@ -147,11 +147,11 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
 
     def _check_sites(self) -> None:
         """Raise ``PlanError`` for a decision about a call site that no call of its unit has."""
-        # Many units run the same sequence, so its call sites are worked out once, and units refer to it by index.
+        # By sequence and not by unit: many units run the same one.
         sites = [{site for _, _, site in ops_of(sequence)} for sequence in self.sequences]
         for decision in self.decisions:
             there = [sites[i] for i in self.units[decision.unit].calls]
-            # A unit of a plan that was put together by hand may have no recorded calls. Then nothing can be checked.
+            # Without recorded calls, as in a plan that was put together by hand, nothing can be checked.
             for site in decision.sites if there else ():
                 if not any(site in call for call in there):
                     raise PlanError(_not_run(decision.unit, site, set().union(*there)))
@@ -163,7 +163,7 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
 
     @property
     def gradients(self) -> Literal["bit-equal", "close"]:
-        """Whether gradients equal those of the step without the plan bit by bit, or differ by rounding."""
+        """``"bit-equal"`` if gradients equal those without the plan; ``"close"`` if they may differ by rounding."""
         return "close" if self.chunks or self.partitions else "bit-equal"
 
     @property
@@ -184,7 +184,7 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
 
     @property
     def partitions(self) -> tuple[Partition, ...]:
-        """The decisions on what graphs of ``torch.compile`` save."""
+        """The decisions about what the graphs of ``torch.compile`` save."""
         return tuple(one for one in self.decisions if isinstance(one, Partition))
 
     @property
@@ -219,7 +219,7 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
 
     @property
     def op_decisions(self) -> dict[Site, str]:
-        """Call site (with its unit) to ``"discard"`` or ``"keep"``."""
+        """``"discard"`` or ``"keep"`` for each call site (with its unit)."""
         found: dict[Site, str] = {}
         for fqn, unit in self.units.items():
             found.update((Site(fqn, *site), "keep") for site in unit.kept)
@@ -228,10 +228,10 @@ class PlanValue(Struct, frozen=True, kw_only=True, eq=False, forbid_unknown_fiel
 
 
 def _not_run(unit: str, site: CallSite, run: Iterable[CallSite]) -> str:
-    """Return the message that no call of a unit has a call site. It lists what there is instead."""
+    """Return the message that no call of a unit runs a call site, with similar sites that it does run."""
     in_place = Counter(one.op for one in run if one.place == site.place)
     places = sorted({one.place for one in run})
-    # If the place exists, its ops are what the user may have meant. Else its places are.
+    # What the user may have meant: an op at this place if there are any, else a place of the unit.
     if in_place:
         there = ", ".join(op if n == 1 else f"{op} x{n}" for op, n in sorted(in_place.items()))
         there = f"there it runs {there}"

@@ -24,7 +24,7 @@ GENERATOR_STATE = "generator state"
 def alive_at(program: Program, op: int) -> frozenset[int]:
     """Return the storages on the device that are alive while an op runs.
 
-    Its outputs are among them, the one that it overwrites is not.
+    Outputs of the op are among them; the storage that it replaces is not.
     """
     return frozenset(program.liveness.alive(op)) - {program.ops[op].replaces} - program.on_host
 
@@ -36,7 +36,7 @@ class AliveGroup:
     Attributes:
         module: Names of the modules, with ``*`` for numbers that differ.
         op: The op that made them, in a few words.
-        kind: What they are for. ``"workspace"`` and ``"generator state"`` are not storages of the recorded step.
+        kind: Their kind in words; ``"workspace"`` and ``"generator state"`` are no storages of the recorded step.
         recomputed: Whether they were made a second time.
         count: Number of storages.
         each_bytes: Size of one of them.
@@ -56,7 +56,7 @@ class AliveGroup:
 
 
 def peak_groups(profile: Profile, program: Program) -> list[AliveGroup]:
-    """Return everything that is alive at the peak in groups, the largest first. Their bytes add up to the peak exactly.
+    """Return what is alive at the peak in groups, the largest first. Their bytes add up to the peak exactly.
 
     Args:
         profile: The profile of the step.
@@ -64,8 +64,7 @@ def peak_groups(profile: Profile, program: Program) -> list[AliveGroup]:
     """
     at, origins = program.footprint.peak_op, Origins(profile, program)
     sizes = program.liveness.alive(at)
-    # By the pattern of the module, so that equal layers share a group, and by size, so that a group is its
-    # count times its size.
+    # Grouped by the pattern of the module, so that equal layers share a group, and by size, so that a group has one.
     grouped: dict[tuple[str, str, str, bool, int], list[str]] = defaultdict(list)
     for s in alive_at(program, at):
         module, op, kind, recomputed = origins.of(s)
@@ -92,14 +91,14 @@ class Origins:
         self.model = profile.fingerprint.model_class
         self.on_cpu = profile.device == "cpu"
         self.initial = frozenset(program.initial)
-        # By storage, the first op that reads it: a storage that no op writes is named for the module of its reader.
+        # By storage, the first op that reads it: a storage that no op writes gets the module of this op.
         self.reader: dict[int, int] = {}
         for i, op in enumerate(program.ops):
             for s in op.reads:
                 self.reader.setdefault(s, i)
 
     def made_by(self, op: int) -> tuple[str, str, bool]:
-        """Return module and name of an op, for display, and whether it runs a second time."""
+        """Return module and name of an op, for display, and whether it is one that runs again."""
         again = self.program.ops[op].recomputes
         recorded = again if again >= 0 else op
         return (
@@ -115,7 +114,7 @@ class Origins:
         writer = program.writer.get(s)
         if writer is not None:
             module, name, recomputed = self.made_by(writer)
-            # What a plan adds, such as a copy that comes back, is named for what it does.
+            # Not for ops that a plan adds, such as a copy back from the host: their name says what they do.
             if not recomputed and s < self.n_recorded and program.ops[writer].phase == Phase.BACKWARD:
                 name = _once(f"{name} backward")
             return module, name, for_what, recomputed
@@ -135,5 +134,5 @@ class Origins:
 
 
 def _once(name: str) -> str:
-    """Drop the last word of ``"layer norm backward backward"``."""
+    """Drop a second ``backward``, as in ``"layer norm backward backward"``."""
     return name.removesuffix(" backward") if "backward" in name.removesuffix(" backward") else name

@@ -1,4 +1,4 @@
-"""Batch sizes, tried one by one: each takes a trace and a plan, and the search finds where they stop fitting.
+"""Batch sizes, tried one by one: each takes a trace and a plan. The search finds the largest one that fits.
 
     sizes = BatchSizes(model, make_batch, limit, spec, ...)
     unplanned, planned = sizes.edges()
@@ -7,8 +7,8 @@ The largest size that fits is found by lines through known peaks and by bisectio
 take seconds to minutes, so two things save planning:
 
 - A size whose floor (``Liveness.floor_bytes``, a peak that no plan goes below) is above the budget is ruled out.
-- The next guess needs the smallest peak of a size, and it is known only where planning failed. Elsewhere, the floor
-  times the last known ratio of the two stands in for it. This only guides the guesses; what is reported was planned.
+- The next guess needs the smallest peak of a size, which is known only if planning failed. Else it is estimated as the
+  floor times the last known ratio of smallest peak to floor. Only guesses depend on this: reported sizes were planned.
 
 Nothing is assumed about sizes that were not tried: a model may need less memory from some size on.
 """
@@ -40,7 +40,7 @@ from sacplan.techniques.base.step import PlanStep
 from sacplan.techniques.chunk.entries import loss_chunks
 from sacplan.techniques.registry import TECHNIQUES
 
-_SECOND = 8  # the size tried after 1: far enough for a slope, small enough to be quick
+_SECOND = 8  # the size to try after 1: far enough from 1 for a slope, small enough to be quick
 _MOST = 2**20  # if this many samples still fit, memory does not depend on the batch
 
 
@@ -50,10 +50,10 @@ class CapacityPoint(Row):
 
     Attributes:
         batch_size: Samples in the batch.
-        floor_bytes: No plan has a lower peak, except one that runs more than the loss in slices. Of a compiled step,
-            what it has alive at its end.
-        step_ms: With accumulation, of the last micro-step, with the optimizer's.
-        spared_ms: Part of it that the other micro-steps do not have, on average: most of the optimizer's step.
+        floor_bytes: No plan has a lower peak, except one that runs more than the loss in slices. For a compiled step,
+            the bytes that are alive at its end.
+        step_ms: With accumulation, time of the last micro-step with the optimizer's step.
+        spared_ms: Part of ``step_ms`` that an average micro-step does not have: most of the optimizer's step.
     """
 
     shown: ClassVar = (
@@ -82,7 +82,7 @@ class Recordings:
 
     Attributes:
         model: The model.
-        make_batch: Makes a batch of a size: of samples, or of samples and tokens.
+        make_batch: Makes a batch from its sizes: samples, or samples and tokens.
         spec: The device.
         options: Further arguments of ``profile``.
     """
@@ -97,7 +97,7 @@ class Recordings:
         given = [size for size in sizes if size is not None]
 
         def batch() -> Any:
-            # Called inside of ``profile``, which restores the random number generators.
+            # Made only inside of ``profile``, which restores the random number generators.
             return resolve_batch(self.make_batch(*given))
 
         try:
@@ -124,9 +124,9 @@ class BatchSizes:
     progress: Callable[[CapacityPoint, str], None] | None = None
     points: dict[int, CapacityPoint] = field(default_factory=dict)
     above_base: float = 1.0
-    """Ratio of the smallest peak to the floor, or to the peak of a compiled step, from the last size with both."""
-    _base: dict[int, int] = field(default_factory=dict)  # what that ratio is to
-    _excess: dict[int, int] = field(default_factory=dict)  # of the step without a plan, over its own limit
+    """Ratio of the smallest peak to ``_base``, from the last size at which planning failed."""
+    _base: dict[int, int] = field(default_factory=dict)  # by size, its floor; its peak for a compiled step
+    _excess: dict[int, int] = field(default_factory=dict)  # by size, of the unplanned step over its limit
 
     def __post_init__(self) -> None:
         # Two sizes give the search its first line.
@@ -162,19 +162,19 @@ class BatchSizes:
         may_chunk = "chunk" in (self.request.techniques or ())
         floor = _floor_bytes(traced, self.request.techniques or ())
         self._base[n] = traced.peak_bytes if traced.runs_compiled else floor
-        # With chunks, a plan may go below the floor. One sample is always planned: if it does not fit, the error has to
-        # name the smallest peak, and what would help.
+        # With chunks, a plan may go below the floor. One sample is always planned: if it does not fit, the error names
+        # the smallest peak, and what would help.
         if floor <= self.budget_bytes or may_chunk or n == 1:
             outcome = outcome_of(self.request, traced, looks_further=n == 1)
             if outcome.error is not None:
                 if n == 1:
                     raise self._nothing_fits(outcome.error) from outcome.error
-                # Only a failed search reports the smallest peak: a plan that fits takes what the budget allows.
+                # Only a failed search reports the smallest peak: a plan that fits uses the budget up.
                 self.above_base = outcome.peak_bytes / self._base[n]
             taken = Row.taken(outcome)
         else:  # no plan can hold the budget, so the smallest peak is not searched for
             taken = Row.taken(Outcome(traced, None, floor)) | {"peak_bytes": None}
-        # The optimizer steps once for all micro-batches, and the recorded micro-step has that step whole.
+        # The optimizer steps once for all micro-batches, but the recorded micro-step has all of this step.
         spared_ms = traced.update_ms * (1 - 1 / traced.fingerprint.setup.accumulation_steps)
         point = CapacityPoint(batch_size=n, floor_bytes=floor, spared_ms=spared_ms, **taken)
         self.points[n] = point
@@ -196,9 +196,9 @@ class BatchSizes:
     # --- edges --------------------------------------------------------------------------------
 
     def edges(self) -> tuple[int, int]:
-        """Return the largest size that fits without a plan, or 0, and the largest that a plan holds."""
+        """Return the largest size that fits without a plan, or 0, and the largest size that fits with one."""
         looked = -1
-        # A size that one of the two searches tried may be news for the other, so repeat until both have nothing to try.
+        # Each search may learn from sizes that the other one tried, so repeat until neither tries a new one.
         while looked != len(self.points):
             looked = len(self.points)
             unplanned = self._largest(self._unplanned_excess, lambda p: self._unplanned_excess(p) <= 0)
@@ -221,8 +221,7 @@ class BatchSizes:
     def _smallest_peak(self, point: CapacityPoint) -> float:
         """Return the smallest peak of a size, or an estimate.
 
-        The peak of a plan that fits is of no use here: the plan uses the budget up, so its peak is near the budget at
-        every size.
+        The peak of a plan that fits is no estimate: the plan uses the budget up, whatever the size.
         """
         if not point.fits and point.peak_bytes is not None:  # planning failed, and reported the smallest peak
             return point.peak_bytes
@@ -258,14 +257,14 @@ class BatchSizes:
 
 
 def batches_of(make_batch: Callable[..., Any] | DataLoader[Any]) -> Callable[..., Any]:
-    """Return what makes a batch of a size: the user's function, or the longest samples of a ``DataLoader``.
+    """Return the function that makes a batch of a size: the user's, or ``LongestBatch`` of a ``DataLoader``.
 
     Raises:
-        PlanError: It is neither.
+        PlanError: ``make_batch`` is neither.
     """
     if is_loader(make_batch):
         return LongestBatch(make_batch)
-    # A module is callable as well, but it is the model, given in the wrong place.
+    # A module is callable as well, but is the model given in the wrong place.
     if not callable(make_batch) or isinstance(make_batch, torch.nn.Module):
         raise PlanError(
             f"make_batch must be a function of the batch size, not {type(make_batch).__name__}. For example "
@@ -294,12 +293,12 @@ def leaving_bytes(step: Profile, techniques: tuple[str, ...]) -> int:
 
 
 def _floor_bytes(traced: Profile, techniques: Collection[str]) -> int:
-    """Return a peak that no plan goes below, except one that runs other things than the loss in slices."""
-    if traced.runs_compiled:  # with a plan, its ops are others
+    """Return a peak that no plan goes below, except one that runs other ops than those of the loss in slices."""
+    if traced.runs_compiled:  # a plan changes its ops, so only what is alive at the end is a bound
         return traced.baseline.end_bytes
     programs = [traced.program]
     if "chunk" in techniques:
-        # The last one has the most slices, which hold the least at once.
+        # The last chunk has the most slices, so the least is alive at once.
         chunks = loss_chunks(traced.program, traced.spec).chunks
         programs += [traced.with_plan((chunk,)) for chunk in chunks[-1:]]
     leaving = leaving_bytes(traced, tuple(techniques))

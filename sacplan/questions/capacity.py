@@ -4,9 +4,9 @@
     found.batch_size, found.unplanned_batch_size, found.plan
 
 Each batch size that is tried gets a trace of its own. It fits if ``sacplan.plan`` finds a plan for it. Peaks are nearly
-linear in the batch size, so a line through two sizes says which to try next, and bisection takes over if this leads
-nowhere. A handful of traces is enough, whatever the result; without a budget on a GPU up to twice as many, since what
-is reserved grows by whole segments.
+linear in the batch size, so a line through two sizes says which to try next, and bisection takes over if that does not
+end the search. A handful of traces is enough, whatever the result; without a budget on a GPU up to twice as many, since
+reserved memory grows by whole segments.
 
 Memory need not grow with the batch: a model may work in chunks from some size on. So the claim is only about sizes that
 were tried: the result fits, one sample more does not, and neither does any larger size that was tried.
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _ALL = 16  # if there are at most this many sizes, throughput tries all of them
-_REFINEMENTS = 16  # sizes tried around the best one
+_REFINEMENTS = 16  # sizes to try around the best one, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,12 @@ class Capacity:
     @property
     def fastest(self) -> CapacityPoint:
         """The size with the most samples per second, of those that were tried."""
-        # If two are equally fast, take the smaller one, which needs less memory.
+        # Of two that are equally fast, the smaller one needs less memory.
         return max(self.points, key=lambda point: (point.samples_per_s or 0.0, -point.batch_size))
 
     @property
     def faster(self) -> str:
-        """A phrase that names a faster size, of those that were tried; empty if the answer is the fastest."""
+        """A phrase on the fastest of the sizes that were tried; ``""`` if that is the answer."""
         best = self.fastest
         if best.batch_size == self.batch_size or best.samples_per_s is None:
             return ""
@@ -160,8 +160,8 @@ def max_batch(
             is also called with sizes that do not fit; tensors on the meta device take no memory here. Or a
             ``DataLoader``, whose longest samples are taken.
         budget: Limit for the peak of the step. A number is in GiB, a string has a unit (``"22GiB"``). None: the step
-            has to fit the device, see below. A share (``"90%"``) is refused: elsewhere it is a share of the peak
-            without a plan, and here each size has another one.
+            has to fit the device, see below. A share (``"90%"``) is refused: it would be one of the peak without a
+            plan, which differs from size to size.
         device: The target device, see ``sacplan.devices()``.
         **options: By keyword.
 
@@ -210,8 +210,8 @@ def throughput(
 
     Launches, the optimizer's step and reading the parameters are paid for once per batch, so larger batches use a
     device better. From the largest unplanned batch on, they cost recomputation. So samples per second rise at first and
-    then fall. If at most 16 sizes fit, all are tried. Otherwise we try powers of two, the largest sizes with and
-    without a plan, and three between those; then the gaps next to the best size are halved, at most 16 times. The
+    then fall. If at most 16 sizes fit, all are tried. Otherwise powers of two, the largest sizes with and without a
+    plan, and three between these two are tried; then the gaps next to the best size are halved, at most 16 times. The
     result is the best of ``points``, and no more than that is claimed.
 
     Times are predicted kernel by kernel (``sacplan/device/cost.py``). Products count rows in tiles of 64, but no
@@ -221,7 +221,7 @@ def throughput(
     """
     sizes = _sizes(model, make_batch, budget, device, **options)
     unplanned, largest = sizes.edges()
-    # All sizes if there are few. Otherwise a coarse grid, which is refined around its best size.
+    # All sizes if these are few; else a coarse grid, which is then refined around its best size.
     for n in range(1, largest + 1) if largest <= _ALL else _spread(unplanned, largest):
         sizes.look(n)
     sizes.refine(_REFINEMENTS)
@@ -229,10 +229,9 @@ def throughput(
 
 
 def _spread(unplanned: int, largest: int) -> list[int]:
-    """Return powers of two, both edges, and three sizes between them; those are multiples of 8 if there is room."""
-    # What is paid for once per batch weighs most on small ones, so samples per second rise fast at first, and
-    # powers of two are close enough. Beyond the largest unplanned batch recomputation works against that, so a
-    # few more sizes are tried there.
+    """Return powers of two, both edges, and three sizes between the edges, multiples of 8 if there is room."""
+    # Costs per batch weigh most on small batches, so samples per second rise fast at first, and powers of two are
+    # close enough. Beyond the largest unplanned batch recomputation works against this rise, so three more are tried.
     sizes = {2**k for k in range(largest.bit_length()) if 2**k <= largest} | {unplanned, largest}
     for quarter in (1, 2, 3):
         n = unplanned + (largest - unplanned) * quarter // 4
@@ -251,7 +250,7 @@ def _sizes(
     at_most: int | None = None,
     **recording: Any,
 ) -> BatchSizes:
-    """Check the arguments before anything is traced, and try the first sizes."""
+    """Check the arguments before anything is traced, and return the sizes with the first ones tried."""
     batches = batches_of(make_batch)
     # True is an integer in Python, and would be taken for one sample.
     if at_most is not None and (isinstance(at_most, bool) or not isinstance(at_most, int) or at_most < 1):
@@ -269,7 +268,7 @@ def _sizes(
 
 def _capacity(sizes: BatchSizes, n: int) -> Capacity:
     """Return the result for a size that fits."""
-    unplanned, largest = sizes.edges()  # again, since refining may have found larger sizes that fit
+    unplanned, largest = sizes.edges()  # asked again, since ``refine`` may have found larger sizes that fit
     point = sizes.points[n]
     assert point.plan is not None  # n fits
     assert point.step_ms is not None
@@ -283,7 +282,7 @@ def _capacity(sizes: BatchSizes, n: int) -> Capacity:
         device=sizes.spec.name,
         unplanned_batch_size=unplanned,
         largest_batch_size=largest,
-        # Larger sizes than this limit were not tried, so memory may have room for them.
+        # Sizes above ``at_most`` were not tried, so it is not known whether memory is the limit.
         bounded_by="at_most" if largest == sizes.at_most else "memory",
         points=tuple(sizes.points[k] for k in sorted(sizes.points)),
         # With a budget, what lies outside of the allocator is not part of the limit.

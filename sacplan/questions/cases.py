@@ -1,16 +1,16 @@
-"""A case of ``fit``: a step with an optimizer, on one device or on a rank, that is asked how it runs in several ways.
+"""A case of ``fit``: a step with an optimizer, on one device or on a rank, which makes a row for each way to run it.
 
 Recording and planning each row of a table by itself would take too long, so cases share work. On one device the step
-is recorded without its optimizer, and an optimizer is recorded on the parameters alone and put behind it
-(``optimizers.py``). It adds its state to the whole step, and its own step has a peak of its own:
+is recorded without its optimizer, and an optimizer is recorded on the parameters alone and put after the step
+(``optimizers.py``). Its state is alive during the whole step, and its own step has another peak:
 
     peak = max(peak of the step without optimizer + state, peak of the optimizer's step)
 
-So everything that planning derives from the step serves all optimizers, and an optimizer only changes the budget: the
-budget less its state. The step of a rank is recorded with its optimizer, which then counts as a part of the step.
+So everything that planning derives from the step serves all optimizers, and an optimizer only lowers the budget by its
+state. The step of a rank is recorded with its optimizer, which then counts as a part of the step.
 
-A compiled step is run with each plan, dry, and its largest sizes are looked for by such runs: a compiler makes another
-program of another size.
+A compiled step is run with each plan, dry, and so are the sizes among which the largest is looked for: at another size
+the compiler makes another program.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from sacplan.questions.ways import AS_IT_IS, PLAN, Way
 from sacplan.techniques.base.step import PlanStep
 
 _Choice: TypeAlias = Candidate | Plan
-"""What was found for a step: a plan where the step is compiled, which is run with it."""
+"""What was found for a step: a plan for a compiled step, which is run with the plan; else a candidate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Measured:
 
     Attributes:
         peak_bytes: Peak of the step.
-        reserved_bytes: What the allocator reserves; None on a CPU, and where the tensors alone do not fit.
+        reserved_bytes: What the allocator reserves; None on a CPU, and if the tensors alone do not fit.
         expandable_bytes: What expandable segments would reserve, if that fits and ``reserved_bytes`` does not.
         step_ms: Time of the step.
     """
@@ -105,9 +105,9 @@ class SizeAxis:
     def peak_at(self, steps: Sized, made: _Choice, n: int, left: int) -> int:
         """Return the peak of the step at a size with a plan.
 
-        Memory is linear in the batch, and at most quadratic in a sequence, because of attention scores. Such
-        polynomials through recordings ignore that the allocator rounds each storage. If the rounding of all storages
-        together could decide whether the peak is within ``left``, it is computed from the program at that size.
+        Memory is linear in the batch, and at most quadratic in a sequence, because of attention scores. The polynomials
+        ignore that the allocator rounds each storage. If the rounding of all storages together could decide whether the
+        peak is within ``left`` bytes, the peak is computed from the program at that size.
         """
         peak = steps.peaks(made.decisions, 1 if self.name == "batch" else 2).at(n)
         first = steps.profiles[0]
@@ -121,11 +121,11 @@ class Case:
 
     Attributes:
         name: Name of the optimizer.
-        step: The step: without an optimizer if there is one in ``optimizer``; else all of it.
-        optimizer: The optimizer's step, which is put behind the step.
+        step: The step; without its optimizer if that is in ``optimizer``.
+        optimizer: The optimizer's step, which is put after the step; None if there is none, or it is in ``step``.
         limit: What the step may take of the device.
-        host_room_bytes: What it may take of the host.
-        fields: Further fields of its rows: what runs the step on several devices.
+        host_room_bytes: What the step may take of the host.
+        fields: Further fields of the rows: what runs the step on several devices.
     """
 
     name: str
@@ -151,16 +151,16 @@ class Case:
 
     @property
     def _behind_host_bytes(self) -> int:
-        """Memory of the host that the optimizer behind the step takes; 0 on a CPU, where it is in the peak."""
+        """Memory of the host that ``optimizer`` takes; 0 on a CPU, where this is in the peak."""
         return 0 if self.optimizer is None else self.optimizer.recorded.unplanned_host_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Memory of the host that the step takes without a plan."""
+        """Memory of the host that step and optimizer take without a plan."""
         return self.step.unplanned_host_bytes + self._behind_host_bytes
 
     def _update_peak_bytes(self, way: Way) -> int:
-        """Return the peak of the optimizer's own step, which a plan lowers only by the parameters that it leaves."""
+        """Return the peak of the optimizer's own step, less the parameters that a plan may leave on the host."""
         return self._update_peak_with_all - leaving_bytes(self.step, way.techniques)
 
     @cached_property
@@ -170,10 +170,10 @@ class Case:
         return max((int(n) for op, n in at_ops if op.phase == Phase.OPTIMIZER), default=0)
 
     def may_fit(self, way: Way = AS_IT_IS) -> bool:
-        """Whether some plan with these techniques could fit at some size: whether the memory that none reduces does."""
+        """Whether a plan in this way could fit at some size: whether the memory that no plan reduces fits."""
         program = self.step.program
-        # What is there before the step and is neither parameter nor buffer is taken for the batch. Nobody frees
-        # gradients, so parameters, buffers, gradients and the batch are what is left at the end.
+        # Storages of kind ``OTHER`` that are there before the step are taken for the batch, which may be smaller at
+        # another size. What else is left at the end, parameters, buffers and gradients, is there at any size.
         others = (s for s in program.initial if program.storage_kinds[s] == StorageKind.OTHER)
         batch = sum(map(program.storage_bytes.__getitem__, others))
         leaving = leaving_bytes(self.step, way.techniques)
@@ -181,17 +181,17 @@ class Case:
         return max(constant, self._update_peak_bytes(way)) <= self.room.n_bytes
 
     def _program(self, made: _Choice, at: Profile | None = None) -> Program:
-        """Return the step with its optimizer and a plan; at another size if the step at that size is given."""
+        """Return the step with its optimizer and a plan; ``at`` is the step at another size."""
         program = (at or self.step).with_plan(made if isinstance(made, Plan) else made.decisions)
         return program if self.optimizer is None else program_with_optimizer(program, self.optimizer)
 
     def _measure(self, made: _Choice) -> _Measured:
-        """Return what the step takes. By decisions and not by way, since several ways may have the same plan."""
+        """Return what the step takes, kept by decisions, since several ways may have the same plan."""
         key = frozenset(made.decisions)
         if key not in self._measured:
             program, room = self._program(made), self.room
             peak = program.footprint.peak_bytes
-            # If the tensors alone do not fit, what would be reserved for them says nothing more.
+            # If the tensors alone do not fit, there is no need to play the allocator.
             plays = self.step.spec.kind == "cuda" and peak <= room.n_bytes
             reserved = reserved_bytes(program) if plays else None
             expandable = None
@@ -205,11 +205,11 @@ class Case:
     # --- one way
 
     def smallest(self, way: Way) -> _Choice:
-        """Return what has the smallest peak in a way. Other sizes use its decisions, too."""
+        """Return what has the smallest peak in a way. Its decisions are also used at other sizes."""
         return _smallest(self.step, way)
 
     def found(self, way: Way) -> Try[_Choice]:
-        """Return what ``plan`` finds in a way, or the smallest peak where it finds nothing."""
+        """Return what ``plan`` finds in a way; if it finds nothing, what has the smallest peak."""
 
         def planned(budget_bytes: int) -> _Choice:
             left = budget_bytes - self.state_bytes
@@ -228,19 +228,18 @@ class Case:
     def row(self, way: Way) -> FitRow:
         """Return the row of one way, at the asked size."""
         begins(f"{self.name}, {way.name}")
-        # Its plan takes no more of the host than an optimizer behind the step leaves.
+        # The plan may take what ``optimizer`` leaves of the host.
         left = max(1, self.step.unplanned_host_bytes, self.host_room_bytes - self._behind_host_bytes)
         way = self._ways[way.name] = way.within(left)
         found = self.found(way)
         made, taken = found.made, self._measure(found.made)
         host_bytes = self.host_bytes + made.host_bytes
         fits = found.needs <= self.room.n_bytes and host_bytes <= self.host_room_bytes
-        # The smallest peak is found without regard to time, so its time would mislead; copies of an optimizer's state
-        # between host and device are not predicted.
+        # No times for a plan that only has the smallest peak, since they would mislead; nor for an optimizer with state
+        # on the host, whose copies are not predicted.
         is_timed = (fits or not way.techniques) and not self._behind_host_bytes
         times: dict[str, Any] = self._times(made, taken) if is_timed else {}
-        # Rows are made from the simplest way on. If an earlier one has the same decisions, this way is the same; the
-        # search finds this way itself at the latest.
+        # Rows are made from the simplest way on, so ``same`` is the simplest way with these decisions, or this one.
         same = self._decided.setdefault(frozenset(made.decisions), way)
         row = FitRow(
             optimizer=self.name, way=way.name, techniques=way.techniques, room=self.room,
@@ -254,7 +253,7 @@ class Case:
         return row
 
     def needs(self, row: FitRow) -> int:
-        """Return what a device must have for a row: what is reserved on a GPU, also if that does not fit here."""
+        """Return the bytes that a device must have for a row: on a GPU the reserved ones, even if over the room."""
         if self.step.spec.kind != "cuda":
             return row.peak_bytes
         return reserved_bytes(self._program(self.found(self._ways[row.way]).made))
@@ -264,9 +263,9 @@ class Case:
         return self._program(self.found(way).made).footprint.peak_phase == Phase.OPTIMIZER
 
     def _times(self, made: _Choice, taken: _Measured) -> dict[str, float]:
-        """Return the times of all micro-steps. The recorded one is the last, which has the optimizer's step.
+        """Return the times of all micro-steps together. The recorded one is the last, with the optimizer's step.
 
-        Ranks communicate in each as in the last one: with ``no_sync`` the others would take less.
+        Ranks are taken to communicate in each micro-step: with ``no_sync``, all but the last would take less.
         """
         steps, step_ms = self.step.fingerprint.setup.accumulation_steps, taken.step_ms
         if steps > 1:
@@ -279,7 +278,7 @@ class Case:
         }
 
     def _plan(self, way: Way, found: Try[_Choice]) -> Plan | None:
-        """Return the plan of a way. None for the step as it is, and for a step that has not its optimizer in it."""
+        """Return the plan of a way; None for the step as it is, a step without its optimizer, and a compiled step."""
         if not way.techniques or self.optimizer is not None or isinstance(found.made, Plan):
             return None
         asked = replace(_request(way), limit=self.limit)
@@ -291,23 +290,23 @@ class Case:
 
     def largest(self, row: FitRow, axis: SizeAxis) -> int | None:
         """Return the largest size that fits in the way of a row, 0 if none does, or None if it cannot be computed."""
-        # Over the limit at any size; or one sample does not fit, so no other batch has to be recorded.
+        # Nothing fits at any size; or not even one sample does.
         is_batch, is_one = axis.name == "batch", axis.name == "batch" and axis.asked == 1
         if not self.may_fit(self._ways[row.way]) or (is_one and not row.fits):
             return 0
-        # Nothing larger may be tried than what fits, as where a model has no more positions. A single token has no
-        # length to compare with.
+        # The asked size fits, and no larger one may be tried: the model has no more positions. Not for a single token,
+        # which has no length to compare with.
         if row.fits and 1 < axis.asked == axis.limit:
             return axis.asked
         made = [self.smallest(self._ways[row.way]), self.smallest(AS_IT_IS)]
-        # A step of n samples takes at most n times as much as one of a single sample, which so does not fit.
+        # A step of n samples takes at most n times as much as one of a single sample, so not even that fits.
         if is_batch and min(self._measure(one).peak_bytes for one in made) > axis.asked * self.room.n_bytes:
             return 0
-        # The step as it is counts for every way. Its row comes first.
+        # What fits as it is fits in every way. The row of the step as it is comes first.
         known = min(max(self._sizes.get(axis.name, 0), axis.asked if row.fits else 0), axis.limit)
         if self.step.runs_compiled:
             return self._noted(row, axis, max(known, self._largest_run(axis, made[0])))
-        # Where one sample fits and two do not, no other batch has to be recorded, either.
+        # One sample fits: if two do not, no further batch has to be recorded.
         if is_one:
             two = axis.record(2)
             if all(self._program(one, two).footprint.peak_bytes > self.room.n_bytes for one in made):
@@ -322,7 +321,7 @@ class Case:
         return found
 
     def _largest_run(self, axis: SizeAxis, made: _Choice) -> int:
-        """Return the largest size that fits with a plan, each recorded compiled and run with it: some four of them."""
+        """Return the largest size that fits with a plan; about four sizes are recorded compiled and run with it."""
 
         def over(n: int) -> int:
             program = self._program(made, axis.record(n * axis.unit))
@@ -345,8 +344,7 @@ class Case:
         def takes(n: int) -> tuple[int, int]:
             if n == known:
                 return 0, 0
-            # A plan made for the asked size may be worse at this one than the step as it is, which decides between
-            # equal peaks.
+            # A plan made for the asked size may be worse here than the step as it is, which also wins between equals.
             peaks = [axis.peak_at(steps, one, n, self.room.n_bytes - state) for one in reversed(made)]
             best = made[::-1][peaks.index(min(peaks))]
             return min(peaks) + state, reserved_bytes(self._program(best, steps.at(n)))
@@ -357,7 +355,7 @@ class Case:
         return found.made if found.needs <= self.room.n_bytes else known
 
 
-# --- plans of a step, whatever is put behind it
+# --- plans of a step, whatever optimizer is put after it
 
 
 def _request(way: Way) -> Request:
@@ -366,18 +364,18 @@ def _request(way: Way) -> Request:
 
 @derived
 def _smallest(step: Profile, way: Way, left: int = 0) -> _Choice:
-    """Return what has roughly the smallest peak; with a budget, the first that holds it."""
+    """Return what has roughly the smallest peak; with ``left`` bytes as a budget, the first that holds it."""
     begins(f"smallest peak: {way.name}")
     if not way.techniques:
         return Candidate(PlanStep(step.program, device=step.spec), (), "unplanned")
     if step.runs_compiled:
         return smallest_plan(_request(way), step)
-    # The quick solver: a peak that is a little smaller changes no row that fits.
+    # With the quick solver: a peak that is a little smaller changes no row that fits.
     return replace(_request(way), solver="greedy").planner(step).smallest(left, quick=not way.long)
 
 
 def _smallest_for(step: Profile, way: Way, left: int) -> _Choice:
-    """Return what has the smallest peak, found more closely where a budget hangs on it."""
+    """Return what has the smallest peak; if that is only just over a budget, search again for the budget."""
     found = _smallest(step, way)
     is_close = isinstance(found, Candidate) and left < found.footprint.peak_bytes <= (1 + NEAR) * left
     return _smallest(step, way, left) if is_close else found
@@ -396,7 +394,7 @@ def _cheapest(step: Profile, way: Way, left: int) -> _Choice | None:
 @derived
 def _planner(step: Profile, way: Way, left: int) -> Planner:
     planner = _request(way).planner(step)
-    # A planner contains those of fewer techniques. That of "plan" has been asked the same already.
+    # Take over the searches with fewer techniques from the planner of "plan", which was asked for the same budget.
     known = planner if way == PLAN else _planner(step, PLAN, left)
     is_wider = set(known.techniques) < set(planner.techniques)
     is_same = known.basis.recorded.key == planner.basis.recorded.key
@@ -404,5 +402,5 @@ def _planner(step: Profile, way: Way, left: int) -> Planner:
 
 
 def _nearest(step: Profile, way: Way, left: int) -> _Choice:
-    """Return what came nearest to a budget for which ``_cheapest`` has searched for long, and found nothing."""
+    """Return what came nearest to a budget for which the long search of ``_cheapest`` found nothing."""
     return _planner(step, way, left).searches.nearest.smallest

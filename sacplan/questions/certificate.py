@@ -1,4 +1,4 @@
-"""The answer of ``certify``: the most memory that a run takes, when, and what to do if that is too much."""
+"""The answer of ``certify``: the most memory that a run takes, when that is, and what to do if it is too much."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Setting: TypeAlias = Literal["default", "expandable", "emptied", "none"]
-"""How the allocator is set; none where the sum of the tensors decides.
+"""How the allocator is set; "none" if the sum of the tensors decides.
 
 "emptied" is "default" with ``torch.cuda.empty_cache()`` after each batch.
 """
@@ -25,9 +25,9 @@ class BatchAt(NamedTuple):
     """A batch of a run.
 
     Attributes:
-        step: How many batches came before it; of an evaluation, the batch after which it runs.
-        shape: Its samples, and the sizes of each: tokens, or such as height and width.
-        evaluation: Whether it is one of an evaluation.
+        step: Number of batches before it; in an evaluation, index of the batch of training after which it runs.
+        shape: Its samples, and the sizes of each: tokens, or several, such as height and width.
+        evaluation: Whether it is a batch of an evaluation.
     """
 
     step: int
@@ -40,7 +40,7 @@ class BatchAt(NamedTuple):
 
 
 class ShapePlan(NamedTuple):
-    """A plan, and the batches that it is for: those that are nowhere larger than one of these shapes."""
+    """A plan, and the batches that it is for: those that are in no entry larger than one of ``shapes``."""
 
     shapes: tuple[Shape, ...]
     plan: Plan
@@ -55,18 +55,18 @@ class WholeRun:
     """A run, and the most memory that it takes.
 
     Attributes:
-        way: "as it is", "one plan", or how many plans.
-        allocator: The setting of the allocator; "none" on a CPU, and where a budget limits the sum of the tensors.
-        limit_bytes: What is not to be exceeded: by the reserved bytes if there are any, else by the allocated ones.
-        needs: What the most demanding batch takes of it. If memory runs out, what it would have taken.
+        way: "as it is", "one plan", or the number of plans, such as "3 plans".
+        allocator: The setting of the allocator; "none" on a CPU, and if a budget limits the sum of the tensors.
+        limit_bytes: Limit for the reserved bytes if there are any, else for the allocated ones.
+        needs: The most of these bytes that a batch takes; if memory runs out, what that batch would have taken.
         allocated_bytes, allocated_at: The most that is allocated, and the first batch with which it is.
         reserved_bytes, reserved_at: The most that is reserved; None where there is no allocator.
-        breaks_at: The batch at which memory runs out; None if it never does. With the default settings that is where
-            torch finds no room even after it has given cached segments back, and the run ends there. Otherwise it is
-            the first batch over the limit.
+        breaks_at: The batch at which memory runs out; None if it never does. With the default settings, torch finds no
+            room there even after it has given cached segments back, and the run ends. With others, it is the first
+            batch over the limit.
         left_share: Share of the device's memory that the run never reserves, rounded down; None if it does not fit, or
-            the device is not the limit. So much an inference engine may have that stays on the device beside the
-            trainer, as vLLM's ``gpu_memory_utilization``. Where the cache is emptied: what is left between two
+            the device is not the limit. An inference engine that stays on the device next to the trainer may have this
+            share, as vLLM's ``gpu_memory_utilization``. If the cache is emptied: the share that is left between two
             batches, for an engine that sleeps while the trainer steps.
         retries: How often torch gives cached segments back, with the default settings. The run goes on, but each time
             costs a synchronization and new segments.
@@ -132,8 +132,8 @@ class Certificate:
             process has, and with the other one.
         largest: If the run does not fit as it is: the largest batch, or budget of tokens, with which it does; 0 if none
             does. None if it fits, and with a ``DataLoader``.
-        plans: If the run does not fit as it is: plans with which it does, the cheapest first, and the batches of each.
-            Empty if it fits, or no plan is enough.
+        plans: If the run does not fit as it is: plans with which it does, the cheapest first, and the batches that each
+            is for. Empty if the run fits, or no plan is enough.
     """
 
     model: str
@@ -153,7 +153,7 @@ class Certificate:
 
     @property
     def breaks_at(self) -> BatchAt | None:
-        """The batch at which the run as it is breaks; None if it does not."""
+        """The batch at which the run as it is runs out of memory; None if it does not."""
         return self.rows[0].breaks_at
 
     @property
@@ -162,7 +162,7 @@ class Certificate:
         return self.plans[-1].plan if self.plans else None
 
     def plan_for(self, *shape: int) -> Plan | None:
-        """Return the plan for a batch of so many samples of these sizes; None if there is none for one so large."""
+        """Return the plan for a batch of this shape, ``(samples, *sizes)``; None if no plan is for one so large."""
         return next((one.plan for one in self.plans if one.holds(shape)), None)
 
     @property

@@ -6,19 +6,19 @@
 A step can fit, and the run still run out of memory: the allocator reserves segments for the shapes that came first, and
 batches of other shapes leave holes in them. So the whole run is played, from the start of the process:
 
-1. *Draw.* The batches that the loader makes of the samples, as shapes in their order (``lengths.py``).
-2. *Record.* The step at two batch sizes and two values of each size, from which that of any shape follows
+1. *Draw.* The shapes of the batches that the loader makes of the samples, in their order (``lengths.py``).
+2. *Record.* The step at two batch sizes and two values of each size, from which the step of any shape follows
    (``SizedStep``).
 3. *Play.* Each step goes through the allocator, with what the steps before it have left there
    (``device_memory.TrainingRun``). Steps of one shape share one list of allocations, so that a step takes milliseconds.
-   No step is left out: what the allocator does depends on all steps before. A play ends early only where memory has
-   run out, or where the question is whether it does. Evaluations are steps without gradients between those of training,
-   and a plan does nothing in them. Saving takes no memory of a GPU: ``state_dict`` shares the tensors that are there.
+   No step is left out: what the allocator does depends on all steps before. A play ends early only at the batch at
+   which memory runs out. Evaluations are steps without gradients between those of training, and a plan does nothing in
+   them. Checkpoints take no memory of a GPU: ``state_dict`` shares the tensors that are there.
 4. *Plan.* If the run does not fit, its largest batch is planned for, and the run is played again with the plan. If the
    allocator then reserves too much, the budget is lowered by the excess (``limits.within``).
 
-With ``buckets``, batches have one plan of several, each made for the largest batch of its range of sizes, so that small
-batches recompute less, or nothing.
+With ``buckets``, there are several plans, each made for the largest batch of a range of sizes, so that small batches
+recompute less, or nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from sacplan.record.longest import is_loader
 from sacplan.record.step import LossFn, check_accumulation, loss_or_default
 from sacplan.techniques.registry import TECHNIQUES, resolve_techniques
 
-_TOKEN_STEPS = 64  # budgets of tokens are tried in steps of this share of the one that was asked for
+_TOKEN_STEPS = 64  # smaller budgets of tokens are tried in steps of 1/64 of the one that was asked for
 
 _UNLIMITED = {"expandable": allocators.ExpandableAllocator, "none": allocators.NoAllocator}
 
@@ -87,7 +87,7 @@ def certify(
     buckets: int = 1,
     techniques: Sequence[str] | None = None,
 ) -> Certificate:
-    """Say whether every batch of a run fits a device; if not, which one is the first that does not, and what to do.
+    """Say whether every batch of a run fits a device; if not, which is the first that does not, and what to do.
 
         lengths = [len(text) for text in tokenized]
         found = sacplan.certify(model, lambda n, seq: torch.zeros(n, seq, dtype=torch.long), lengths, batch=8)
@@ -108,32 +108,32 @@ def certify(
         budget: Limit for the peak of each step, as for ``max_batch``. Without one, what the allocator reserves has to
             fit the device.
         batch: Samples in a batch.
-        tokens: Instead, the most tokens in a batch, padding included: it takes samples until the next one would be
-            too much. Of images, pixels.
+        tokens: Instead of ``batch``, the most tokens in a batch, padding included; pixels for images. A batch takes
+            samples until the next one would be too much.
         pad_to_multiple_of: Batches are padded to their longest sample, rounded up to a multiple of this.
-        pack: Instead of padding, samples are put one behind the other and cut into rows of so many tokens.
+        pack: Instead of padding, samples are concatenated and cut into rows of so many tokens.
         seed: Samples come in the order of ``DataLoader(..., shuffle=True, generator=...)`` with a generator of this
             seed; None: in their own order.
         epochs: How often all samples come.
         drop_last: As for ``DataLoader``.
-        longest: How many tokens the model has positions for, if it has a limit. The first size is that of tokens.
-        shape_of: Returns of a batch of a ``DataLoader`` its samples and sizes, what ``make_batch`` makes it of. By
-            default those of its tensors that are samples x tokens, and samples x channels x height x width. For images
-            whose patches lie one behind the other: ``lambda b: (*b["input_ids"].shape, len(b["pixel_values"]))``.
+        longest: How many tokens the model has positions for, if there is a limit. Of several sizes, the first counts.
+        shape_of: Returns the samples and sizes of a batch of a ``DataLoader``, as ``make_batch`` takes them. By
+            default, those of its tensors that are samples x tokens, and samples x channels x height x width. For images
+            whose patches are concatenated: ``lambda b: (*b["input_ids"].shape, len(b["pixel_values"]))``.
         accumulation_steps: As for ``profile``; batches are micro-batches. The optimizer steps after the last one, too.
         evaluation: Tokens in each sample of an evaluation, or a ``DataLoader``, as for ``lengths``. Batches are made by
             the same rules, in order. They run through ``loss_fn`` in eval mode, without gradients, while gradients
             and batch of the step before are still there. Outputs are not collected.
-        evaluation_batch: Samples in a batch of these. Default: as in training.
+        evaluation_batch: Samples in a batch of the evaluation. Default: as in training.
         evaluate_every: Steps of the optimizer from one evaluation to the next.
         buckets: If the run needs a plan: how many plans there may be, each for a range of sizes.
         techniques: As for ``sacplan.plan``.
 
     Figures of shapes that were not recorded are computed, as for ``fit``. They are exact, except that kernels may pad
-    lengths, that their workspaces need not be linear in the size, and that a model may run other ops at one size, as
-    vision transformers do without interpolated positions. One more recording checks that. Where strides do not divide
-    heights and widths, and with convolutions on a CPU, each shape is recorded, which takes seconds. Not played: what
-    lies outside of the allocator.
+    lengths, that their workspaces need not be linear in the size, and that a model may run other ops at one size, such
+    as vision transformers without interpolated positions. One more recording checks the figures. If strides do not
+    divide heights and widths, and with convolutions on a CPU, each shape is recorded, which takes seconds. Not played:
+    what lies outside of the allocator.
 
     Raises:
         PlanError: A length is below 1 or above ``longest``, or there is none; neither or both of ``batch`` and
@@ -189,12 +189,12 @@ def certify(
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What is kept of a step of one shape, with its plan.
+    """What is kept of a step of one shape with its plan, since a program takes megabytes.
 
     Attributes:
         changes: Its allocations and frees.
         peak_bytes: Its peak.
-        cost: Its time, its FLOPs, and the FLOPs of what runs a second time.
+        cost: Its ms, its FLOPs, and the FLOPs of what runs a second time.
     """
 
     changes: Changes
@@ -204,10 +204,10 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Runs:
-    """The runs of one model that are compared.
+    """The runs of one model to compare: as it is, and with plans.
 
     Attributes:
-        accumulation: Micro-steps to a step of the optimizer.
+        accumulation: Micro-steps in a step of the optimizer.
         every: Steps of the optimizer from one evaluation to the next.
         between, evaluations: The batches of an evaluation, and its steps.
     """
@@ -226,7 +226,7 @@ class _Runs:
 
     @property
     def _settings(self) -> tuple[Setting, ...]:
-        """The settings of the allocator that are played, that of this process first."""
+        """The settings of the allocator to play, that of this process first."""
         if not self.room.is_reserved:
             return ("none",)
         first: tuple[Setting, ...] = ("default", "expandable")
@@ -239,12 +239,11 @@ class _Runs:
             program = step.program if plan is None else step.with_plan(plan.decisions)
             found = program.footprint
             cost = program.step_ms + step.waits_ms(program), program.flops, found.recompute_flops
-            # The program itself would take megabytes for each shape.
             self._known[key] = _Step(changes_of(program), found.peak_bytes, cost)
         return self._known[key]
 
     def _of(self, plans: Sequence[ShapePlan] = ()) -> Callable[[BatchAt], _Step]:
-        """Return a function of a batch: the step with the first of the plans that is for its sizes."""
+        """Return a function from a batch to its step, with the first plan for its shape if there is one."""
 
         @functools.cache
         def step(shape: Shape, evaluation: bool) -> _Step:
@@ -254,7 +253,7 @@ class _Runs:
         return lambda at: step(*at[1:])
 
     def _updates(self, index: int, n: int) -> bool:
-        """Whether the optimizer steps after one of n batches."""
+        """Whether the optimizer steps after the batch with this index, of n batches."""
         return (index + 1) % self.accumulation == 0 or index + 1 == n
 
     def _schedule(self, shapes: Sequence[Shape]) -> Iterator[BatchAt]:
@@ -271,13 +270,13 @@ class _Runs:
     ) -> WholeRun:  # fmt: skip
         """Play a run up to the batch at which memory runs out.
 
-        What torch gives back of expandable segments is not played: there, and where the sum of the tensors decides, the
-        first batch over the limit is that batch. The run goes on, if it is to be played as a ``whole``.
+        Expandable segments are played without a limit, since what torch gives back of them is not simulated; so is the
+        sum of the tensors. There, memory runs out at the first batch over the limit, and a ``whole`` run goes on.
         """
         room, reserves = self.room.n_bytes, setting != "none"
         allocator = _UNLIMITED[setting]() if setting in _UNLIMITED else allocators.CachingAllocator(room)
         run = TrainingRun(allocator)
-        # Allocated and reserved bytes, each with the first step that has them.
+        # The most allocated and the most reserved bytes, each with the first batch that has them.
         most = [(0, BatchAt(0, shapes[0]))] * 2
         breaks_at, needs, idle = None, 0, 0  # ``idle``: the most that is reserved when a batch is over
         for at in self._schedule(shapes):
@@ -312,12 +311,12 @@ class _Runs:
         )  # fmt: skip
 
     def _rows(self, way: str, plans: Sequence[ShapePlan] = ()) -> list[WholeRun]:
-        """Return the run with some plans, by setting of the allocator."""
+        """Return the rows of a way with some plans, by setting of the allocator."""
         begins(f"playing {len(self.shapes)} steps: {way}")
         steps, played = self._of(plans), [*self._schedule(self.shapes)]
-        costs = (zip(*(each(at).cost for at in played), strict=True) for each in (steps, self._of()))
-        (run_ms, _, again), (plain_ms, flops, _) = (map(sum, each) for each in costs)
-        # Recorded steps are such that the optimizer steps in.
+        costs = (zip(*(step_of(at).cost for at in played), strict=True) for step_of in (steps, self._of()))
+        (run_ms, _, again), (plain_ms, flops, _) = (map(sum, columns) for columns in costs)
+        # Every recorded step has the optimizer's step, but these batches of the run do not.
         without = len(self.shapes) + -len(self.shapes) // self.accumulation
         spared_ms = without * self._recorded.update_ms
         more: Any = {"way": way, "run_ms": run_ms - spared_ms, "added_ms": run_ms - plain_ms}
@@ -331,7 +330,7 @@ class _Runs:
         return sorted(set(self.shapes), key=lambda shape: (shape[1:], shape[0]))
 
     def _plan(self, shape: Shape, budget_bytes: int) -> Plan:
-        """Return the plan for a shape within a budget; if none is, that with the smallest peak."""
+        """Return the plan for a shape within a budget; if there is none, the plan with the smallest peak."""
         step = self.steps.recorded(*shape)
         asked = Request(Limit.exactly(budget_bytes), techniques=self.request.techniques)
         return outcome_of(asked, step).plan or smallest_plan(self.request, step)
@@ -344,11 +343,11 @@ class _Runs:
         return max(shapes, key=lambda shape: (self._step(shape, None).peak_bytes, shape))
 
     def _extent(self, shape: Shape) -> int:
-        """Return how much the sizes of a batch take: the peak of as many samples as there are in the largest."""
+        """Return a measure of the sizes of a batch: the peak with as many samples as the largest batch has."""
         return self._step((max(n for n, *_ in self._distinct), *shape[1:]), None).peak_bytes
 
     def _edges(self, buckets: int, budget_bytes: int) -> list[int]:
-        """Return the largest extent in each bucket: the first needs no plan, the others have as many steps each."""
+        """Return the largest extent of each bucket: the first needs no plan, the others have equal numbers of steps."""
         too_long = [self._extent(s) for s in self._distinct if self._step(s, None).peak_bytes > budget_bytes]
         lengths = sorted(map(self._extent, self.shapes))
         first = bisect_left(lengths, min(too_long, default=lengths[-1] + 1))
@@ -357,7 +356,7 @@ class _Runs:
         return sorted({lengths[end - 1] for end in ends if end})
 
     def _plans(self, buckets: int) -> list[ShapePlan] | None:
-        """Return plans with which the run fits; None if there are none."""
+        """Return up to ``buckets`` plans with which the run fits; None if there are none."""
         begins("planning")
 
         def made(budget_bytes: int) -> list[ShapePlan]:
@@ -367,7 +366,7 @@ class _Runs:
             below, found = 0, []
             for edge in edges:
                 inside = [one for one in self._distinct if below < self._extent(one) <= edge]
-                # Each fits in itself.
+                # The sum is 1 for shapes that fit only in themselves.
                 shapes = tuple(one for one in inside if sum(fits_in(one, other) for other in inside) == 1)
                 plan = self._plan(self._largest_of(inside), budget_bytes)
                 # ``apply`` chooses by the calls that a plan was made for.
@@ -397,14 +396,14 @@ class _Runs:
             if not n:  # an empty device
                 return -self.room.n_bytes
             shapes = drawing.of_size(smallest + (n - 1) * unit).shapes()
-            # Runs of small batches are long: none is played whose largest step is too much by itself.
+            # Playing a run takes long, and is pointless if its largest step alone is over.
             needs = self._step(max(shapes, key=lambda s: (math.prod(s), s[1:])), None).peak_bytes
             if needs <= self.room.n_bytes:
                 needs = self._played(shapes, self._of(), self._settings[0], whole=False).needs
             return needs - self.room.n_bytes
 
         limit = max(1, (drawing.size - smallest) // unit)
-        # The search goes down from the limit, along the line from an empty device.
+        # The search begins on the line from the limit to an empty device.
         found = largest_within(over, limit, 0, limit)
         return smallest + (found - 1) * unit if found else 0
 

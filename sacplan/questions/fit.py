@@ -7,16 +7,16 @@ A step with an optimizer is a ``Case``, which makes the rows of all ways (``case
 plans. The step is recorded at two sizes for each axis (batch, sequence); other sizes are computed from these
 (``scaled.py``).
 
-Without a budget, a row fits a GPU if what the allocator reserves does (``limits.py``). What is reserved does not follow
+Without a budget, a row fits a GPU if what the allocator reserves fits (``limits.py``). Reserved bytes do not follow
 from peaks, so each row plays the allocator once or twice, on the step with the row's plan and optimizer.
 
 The peak and time of a row that fits are those of the plan that ``plan`` finds. If none fits, the row has the smallest
 peak that a quick search finds. The largest batch and sequence are lower bounds: they hold with the decisions that have
-the smallest peak at the asked size, and planning anew at each size might find larger ones.
+the smallest peak at the asked size, and planning at each size might find larger ones.
 
-A compiled step is run with each plan, dry. Techniques that work only outside of what is compiled have rows if anything
-runs there. A compiler makes another program of another size, so no size is computed: those that are tried are run, some
-four for each largest size.
+A compiled step is run with each plan, dry. Techniques that work only on what is not compiled have rows if anything is
+not. At another size the compiler makes another program, so no size is computed: about four are run for each largest
+size.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _COMPUTED = "Peaks follow from recordings of the step and of the optimizers, lar
 _RUN = (
     "Peaks and largest sizes follow from dry runs of the compiled step at these sizes, and of the optimizers."
 )
-_TOKENS = 128  # sequences are tried in multiples of this: kernels pad others
+_TOKENS = 128  # sequences are tried in multiples of this, since kernels pad others
 
 
 @checked(PlanError, "model", "make_batch", "optimizer", "budget", "host_budget")
@@ -103,7 +103,7 @@ def fit(
         devices: How many devices there are. With several, rows are for DDP, FSDP2 and meshes with tensor parallelism;
             ``batch`` is that of each device, and peaks are those of a rank.
         batch, seq: The size of the step: samples (by default 1, or those of the loader), and tokens in each. If batches
-            differ, of the largest.
+            differ, the size of the largest.
         accumulation_steps: As for ``profile``; ``batch`` is one micro-batch. Times are those of all of them.
         routing: As for ``profile``. With balanced routing, a sentence says what the worst would need.
         longest: The longest sequence to try, for models that have a limit.
@@ -156,13 +156,13 @@ def fit(
 
 @dataclass
 class Sweep(Asked):
-    """The table of optimizers and ways. Plans are made when they are first needed, and kept."""
+    """Makes the table of optimizers and ways. Plans are made when they are first needed, and kept."""
 
     remarks: list[str] = field(default_factory=list)
 
     @cached_property
     def cases(self) -> dict[str, Case]:
-        """By name, the step with each optimizer."""
+        """The step with each optimizer, by name of the optimizer."""
         return {name: self._case(name) for name in self.makes}
 
     @derived
@@ -174,7 +174,7 @@ class Sweep(Asked):
 
     @cached_property
     def ways(self) -> list[Way]:
-        """The ways that are tried with each optimizer; ``found`` adds those that take long or the host's memory."""
+        """The ways to try with each optimizer, without long searches and without memory of the host."""
         any_case = self._case(next(iter(self.makes)))
         return quick_ways(lambda way: self._has_place(way) and bool(any_case.smallest(way).decisions))
 
@@ -182,25 +182,25 @@ class Sweep(Asked):
         return not works_nowhere(way.techniques, self.base)
 
     def _could_fit(self, way: Way) -> bool:
-        """Whether some plan could hold the budget: the memory that no plan reduces is within it."""
+        """Whether some plan could hold the budget: whether the memory that no plan reduces is within the budget."""
         return self._has_place(way) and any(case.may_fit(way) for case in self.cases.values())
 
     # --- sizes
 
     @derived
     def axes(self, whole: str | None) -> tuple[SizeAxis, SizeAxis | None]:
-        """Return the batch sizes, and the sequence lengths; None for models without. ``whole``: as for ``at``."""
+        """Return the axes of batch sizes and of sequence lengths (None for models without); ``whole`` is for ``at``."""
         by_batch = self.batch_axis(lambda n: self.at(n, self.seq, whole))
         if self.seq is None:
             return by_batch, None
-        # Half the length is quicker to record. But it has to be a multiple of ``_TOKENS`` as well, since
-        # padding would bend the line. Otherwise take twice the length, if the model has positions for it.
+        # Half the length is quicker to record, if it is a multiple of ``_TOKENS`` as well: padding bends the line.
+        # Else take twice the length, if the model has positions for that.
         other = self.seq // 2 if self.seq % (2 * _TOKENS) == 0 else 2 * self.seq
         if self.longest is not None and other > self.longest:
             other = max(1, self.seq // 2)
-        # A sequence of one token may be the only one that is allowed.
+        # If only a sequence of one token is allowed, there is no second size.
         sizes = None if other == self.seq else (self.seq, other)
-        # An answer in multiples of 128 tokens, if the question is one.
+        # The answer is in multiples of 128 tokens if the length that was asked about is.
         unit = _TOKENS if self.seq % _TOKENS == 0 else 1
         most = {} if self.longest is None else {"most": self.longest // unit}
         return by_batch, SizeAxis(
@@ -208,7 +208,7 @@ class Sweep(Asked):
         )
 
     def with_sizes(self, row: FitRow) -> FitRow:
-        """Return the row with its largest batch and sequence."""
+        """Return a copy of the row with its largest batch and sequence."""
         begins(f"largest sizes: {row.optimizer}, {row.way}")
         case, (by_batch, by_seq) = self.cases[row.optimizer], self.axes(self.whole(row.optimizer))
         longest = None if by_seq is None else case.largest(row, by_seq)
@@ -217,7 +217,7 @@ class Sweep(Asked):
     # --- the answer
 
     def found(self, name: str, sizes: bool) -> Verdict:
-        """Return the verdict with all rows."""
+        """Return the verdict with all rows; ``sizes``: with the largest sizes."""
         rows, with_sizes = self._rows_on_ranks() if self.devices > 1 else (self._rows(), self.with_sizes)
         verdict = self._verdict(name, rows)
         if not sizes:
@@ -227,11 +227,10 @@ class Sweep(Asked):
 
     def _rows(self) -> list[FitRow]:
         """Return the rows on one device."""
-        # The step as it is comes first: what other ways there are takes a search.
+        # The step as it is comes first, since finding the other ways takes a search.
         rows = [row for name in self.makes for row in self._rows_with(name)]
         self._say_worst_routing()
-        # What takes long to search for is tried last, and only if it could help.
-        # A compiled step is run with each plan: there is no longer search.
+        # Long searches come last, and only if nothing fits and they could help. For a compiled step there are none.
         done = self.base.runs_compiled or any(row.fits for row in rows)
         ways = () if done else filter(self._could_fit, long_ways())
         rows += [case.row(way) for way in ways for case in self.cases.values()]
@@ -242,8 +241,8 @@ class Sweep(Asked):
         yield from map(self._case(name).row, self.ways[1:])
 
     def _on_the_host(self, rows: list[FitRow]) -> list[FitRow]:
-        """Return rows that take memory of the host, if none fits with the asked optimizer or those that do are dear."""
-        if self.spec.kind == "cpu":  # its memory is the host's
+        """Return rows that take memory of the host; [] if the asked optimizer fits without, at a low cost."""
+        if self.spec.kind == "cpu":  # the memory of a CPU is the host's
             return []
         cheapest = cheapest_of(rows)
         if cheapest is not None and not cheapest.is_dear:
@@ -256,7 +255,7 @@ class Sweep(Asked):
         found = []
         for way in filter(self._could_fit, host_ways(self.ways)):
             found += self._on_the_host_with(way, names, rows, cheapest)
-        # State on the host is a last resort: its way over the link costs time that is not predicted.
+        # State on the host is a last resort: moving it over the link takes time that is not predicted.
         if cheapest is not None or any(row.fits for row in found):
             return found
         found += self._with_state_on_host()
@@ -270,17 +269,17 @@ class Sweep(Asked):
     def _on_the_host_with(
         self, way: Way, names: list[str], rows: list[FitRow], cheapest: FitRow | None
     ) -> list[FitRow]:
-        """Return the rows of a way up to the first optimizer that fits, without those that gain nothing."""
+        """Return the rows of a way up to the first optimizer that fits, without rows that gain nothing."""
         found = []
         for name in names:
             row = self.cases[name].row(way)
             others = [other.over_bytes for other in rows if other.optimizer == name]
-            # Beside a plan that fits this one has to be quicker. If none fits, it has to be closer to fitting.
-            # A plan that keeps everything on the device is in the table already.
+            # If another plan fits, this one has to be quicker; if none does, it has to be over by less. Plans that
+            # take no host memory are in the table already.
             gains = row.is_quicker(cheapest) if cheapest is not None else row.over_bytes < min(others)
             if gains and row.host_bytes:
                 found.append(row)
-            # The first optimizer that fits is enough; beside a plan that fits, only the asked one is tried.
+            # The first optimizer that fits is enough; if another plan fits already, only the first one is tried.
             if row.fits or cheapest is not None:
                 break
         return found
@@ -289,15 +288,15 @@ class Sweep(Asked):
         """Return rows of optimizers whose state is on the host, each up to the first way that fits."""
         found: list[FitRow] = []
         accumulates = self.recordings.options["accumulation_steps"] > 1
-        # Variants of Adam, which are worth comparing with no other optimizer.
+        # Optimizers with state on the host are variants of Adam, so compared with no other optimizer.
         is_adam = next(iter(self.makes)).startswith("adam")
         for name in (one for one in COMPARED_ON_HOST if is_adam and one not in self.makes):
-            # One that lets gradients go cannot add to them, and is tried where nothing else fits.
+            # An optimizer that frees gradients during backward cannot accumulate, and is tried only if nothing fits.
             if self.whole(name) and (accumulates or any(row.fits for row in found)):
                 continue
             case = self._case(name)
             if case.host_bytes > self.host_budget_bytes:
-                # The default is no promise: other machines have another share of the host for each device.
+                # The default budget is only that of common machines, and the note says so.
                 is_default = self.host_budget_bytes == self.spec.host_memory_bytes
                 kind = "common machines have" if is_default else "there are"
                 self.notes.append(
@@ -306,7 +305,7 @@ class Sweep(Asked):
                 )
                 continue
             self.cases[name] = case
-            # Where gradients leave as well, so may weights.
+            # With gradients there as well, weights on the host may help.
             more = host_ways(self.ways) if self.whole(name) else ()
             for way in (*self.ways, *filter(case.may_fit, more)):
                 found.append(case.row(way))
@@ -320,18 +319,18 @@ class Sweep(Asked):
         return found
 
     def _rows_on_ranks(self) -> tuple[list[FitRow], Callable[[FitRow], FitRow]]:
-        """Return the rows on several devices, and what completes one with its largest batch."""
+        """Return the rows on several devices, and the function that adds the largest batch to a row."""
         ranks = RankRows(self)
         rows = ranks.rows()
         if not rows:
             raise PlanError(f"the step cannot be spread over {self.devices} devices. {' '.join(self.notes)}")
-        if any(op.name in CHOICES for op in ranks.any_step.recorded.ops):  # else no router's rule was asked
+        if any(op.name in CHOICES for op in ranks.any_step.recorded.ops):  # else no router's rule was used
             self._say_worst_routing()
         return rows, ranks.with_sizes
 
     def _say_worst_routing(self) -> None:
-        """Note what the step as it is would need if a router sent all tokens to the same experts."""
-        # The model routes no tokens, or the worst routing was asked for and is in all rows already.
+        """Add a remark on what the step as it is needs if routers send all tokens to the same experts."""
+        # No rule of balanced routing: there is no router, or all rows have the worst routing already.
         if not any(is_rule("balanced", rule) for rule in self.base.rules):
             return
         with warnings.catch_warnings():
@@ -365,7 +364,7 @@ class Sweep(Asked):
         )  # fmt: skip
 
     def _larger_devices(self, rows: list[FitRow]) -> tuple[str, ...]:
-        """Return the known GPUs that hold the smallest row, the smallest first. They have other kernels: a guess."""
+        """Return the known GPUs that should hold the smallest row, the smallest first: a guess, as kernels differ."""
         smallest = min(rows, key=lambda row: row.peak_bytes)
         needs = self.cases[smallest.optimizer].needs(smallest)
         named = [resolve_device(name) for name in devices().index]

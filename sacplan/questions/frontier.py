@@ -1,4 +1,4 @@
-"""``frontier``: the peak of plans against their cost, for every solver over a range of budgets, and for policies."""
+"""``frontier``: peaks and costs of plans, for every solver over a range of budgets, and for policies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-MAX_POINTS = 1000  # each is a plan of its own; more is a slip
+MAX_POINTS = 1000  # each takes a plan; a larger number is a slip
 
 _POLICIES: dict[str, tuple[str, int | str | None]] = {
     "full": ("full", None),
@@ -39,7 +39,7 @@ _POLICIES: dict[str, tuple[str, int | str | None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierRow(Row):
-    """The row of a solver at a budget, or of a policy, whose budget is its own peak. ``frontier`` lists the figures."""
+    """The row of a solver at a budget, or of a policy, with its peak as budget. ``frontier`` lists the figures."""
 
     shown: ClassVar = (
         "solver", "budget_bytes", "peak_bytes", "recompute_ms", "lower_bound_ms", "recompute_share", "recompute_flops",
@@ -53,7 +53,7 @@ class FrontierRow(Row):
         """Return the figures of the plan, and shares computed from them."""
         made = self.plan
         assert made is not None  # a budget that is not held has no row
-        # A step without time or FLOPs would divide by zero. Its shares are 0.
+        # Without time or FLOPs, a step would be divided by 0; with infinity, its shares are 0.
         step_ms, step_flops = made.step_ms or math.inf, made.step_flops or math.inf
         found = {
             "solver": self.solver,
@@ -111,11 +111,11 @@ def frontier(
         raise PlanError(f"points={points}: a frontier has 2 to {MAX_POINTS} budgets.")
     if solvers is None:
         solvers = ("milp", "greedy", *(("rotor",) if _may_use_rotor(profile, never) else ()))
-        # In inference all would give the same plan: chunks have a search of their own. A compiled step is run with
-        # each plan, dry, which takes long.
+        # One solver is enough in inference: chunks have a search of their own, so all would give the same plan. And a
+        # compiled step takes a dry run for each plan.
         if profile.mode == "inference" or profile.runs_compiled:
             solvers = ("best",)
-    # A template: each row replaces the solver and the limit.
+    # A template: each case replaces the solver and the limit.
     how = Request(Limit.exactly(profile.peak_bytes), "best", objective, keep, never, techniques)
     with looking_for_plans():
         # Policies are made first, since their peaks are budgets for the first solver.
@@ -130,21 +130,21 @@ def _rows(
     how: Request,
     named: list[FrontierRow],
 ) -> Iterator[FrontierRow]:
-    # Budgets lie between the smallest peak, below which there is no plan, and the unplanned one, above which
-    # none is needed. A policy outside of this range gets no plan of the same peak.
+    # Budgets lie between the smallest peak, below which there is no plan, and the unplanned peak, above which none is
+    # needed. So peaks of policies outside of this range are no budgets.
     smallest = smallest_plan(how, profile, without_rotor=True).peak_bytes
     evenly = {smallest + (profile.peak_bytes - smallest) * i // (points - 1) for i in range(points)}
     theirs = {row.budget_bytes for row in named if smallest <= row.budget_bytes <= profile.peak_bytes}
     asked = [
         (budget, replace(how, solver=solver, limit=Limit.exactly(budget)))
         for i, solver in enumerate(solvers)
-        # Each budget takes a plan, so only the first solver is compared with the policies.
+        # Each budget takes a plan, so only the first solver (i = 0) is compared with the policies.
         for budget in sorted(evenly if i else evenly | theirs)
     ]
-    for at, (budget, one) in enumerate(asked, 1):
-        name = one.solver if isinstance(one.solver, str) else one.solver.name
+    for at, (budget, request) in enumerate(asked, 1):
+        name = request.solver if isinstance(request.solver, str) else request.solver.name
         begins(f"{name} at {format_bytes(budget)}, {at} of {len(asked)}")
-        row = FrontierRow(solver=name, budget_bytes=budget, **Row.taken(outcome_of(one, profile)))
+        row = FrontierRow(solver=name, budget_bytes=budget, **Row.taken(outcome_of(request, profile)))
         if row.fits:
             yield row
     yield from named
@@ -166,12 +166,12 @@ def _named_policies(profile: Profile, how: Request) -> Iterator[FrontierRow]:
     except PlanError:  # a model without layers
         n_layers = 0
     for name, (mode, option) in _POLICIES.items():
-        # Every third layer needs three of them to be a policy of its own. The others need one.
+        # Every k-th layer needs k layers, the other policies one.
         if n_layers < (option if isinstance(option, int) else 1):
             continue
         try:
             found = policy(mode, option, profile=profile, keep=how.keep, never=how.never)
-        except PlanError:  # patterns and options were checked, so this one would change nothing
+        except PlanError:  # patterns and options were checked, so this policy would change nothing
             continue
         taken = Row.taken(Outcome(profile, found, found.peak_bytes))
         yield FrontierRow(solver=name, budget_bytes=found.peak_bytes, **taken)

@@ -1,9 +1,8 @@
 """Find the largest size that fits by trying few sizes. Each try may take a trace and a search for a plan.
 
-The search keeps a bracket: ``low`` fits, ``high`` is the next larger size tried, and does not. Peaks are nearly linear
-in the size, so the line through the two peaks nearest to the budget gives the next guess (the secant method). If that
-has not ended the search after ``_PATIENCE`` tries, every second try halves the bracket, so the number of tries is at
-most logarithmic in it.
+The search keeps a bracket: ``low`` fits, and ``high``, the next larger size tried, does not. Peaks are nearly linear
+in the size, so the line through the two peaks nearest to the budget gives the next guess (the secant method). After
+``_PATIENCE`` tries, every second try halves the bracket, so the number of tries is at most logarithmic in its size.
 
 A model may need less memory from some size on. So the claim is only about sizes that were tried: the result fits, the
 next size does not, and no larger size that was tried does.
@@ -16,8 +15,8 @@ from typing import TypeVar
 
 Point = TypeVar("Point")
 
-_GROWTH = 16  # without an upper bound, the next size is at most this many times the largest that fits
-_PATIENCE = 3  # tries along lines before every second one halves the bracket
+_GROWTH = 16  # while no size is too large, the next one is at most this many times the largest that fits
+_PATIENCE = 3  # tries along lines before every second try halves the bracket
 
 
 def largest(
@@ -27,7 +26,7 @@ def largest(
     fits: Callable[[Point], bool],
     excess: Callable[[Point], float],
 ) -> int:
-    """Return the largest of the tried sizes that fits, such that one more does not fit; 0 if none fits.
+    """Return the largest tried size that fits, such that the next one was tried and does not; 0 if none fits.
 
     Args:
         points: Sizes tried so far, and their results.
@@ -57,15 +56,15 @@ def largest(
 
 
 def largest_within(excess: Callable[[int], int], limit: int, *first: int) -> int:
-    """Return the largest size at which ``excess`` is not positive, as ``largest`` finds it; ``first`` come first."""
+    """Return the largest size at which ``excess`` is not positive, as ``largest`` does; ``first`` are tried first."""
     looked = {n: excess(n) for n in first}
     return largest(looked, lambda n: looked.update({n: excess(n)}), limit, lambda found: found <= 0, float)
 
 
 def _on_a_line(excess: Mapping[int, float]) -> int | None:
-    """Return the size at which the line through the two peaks nearest to the budget meets it.
+    """Return the size at which the line through the two peaks nearest to the budget meets the budget.
 
-    None if there are fewer than two, or the line does not rise.
+    None if there are fewer than two sizes, or the line does not rise.
     """
     near = sorted(excess, key=lambda n: abs(excess[n]))[:2]
     if len(near) < 2 or excess[near[0]] == excess[near[1]]:

@@ -46,10 +46,10 @@ class Layout(Row):
             ``"fsdp + megatron"``, or ``"fsdp + sequence"``.
         sharding: The mesh, and the styles of modules; None for a single device.
         peak_bytes: Per rank, as ``unplanned_peak_bytes``.
-        step_ms: With the plan; where none holds the budget, of the step without recomputation.
-        recompute_ms: Part of ``step_ms`` that runs a second time; 0 where no plan holds the budget, as ``added_ms``.
+        step_ms: With the plan; of the step without a plan if none holds the budget.
+        recompute_ms, added_ms: As for ``Row``, but 0 if no plan holds the budget.
         collective_ms: Part of ``step_ms``: exposed communication.
-        samples_per_s: Of all ranks together; 0 where no plan holds the budget.
+        samples_per_s: Of all ranks together; 0 if no plan holds the budget.
         binding: The module or step at which the smallest peak is; ``""`` if a plan holds the budget.
     """
 
@@ -71,7 +71,7 @@ class Layout(Row):
 
     @classmethod
     def of(cls, whole: Profile, outcome: Outcome, spread: Spread | None = None) -> Layout:
-        """Return the row of a step that is spread over ranks, or of one on a single device."""
+        """Return the row of a step that is spread over ranks; on a single device if ``spread`` is None."""
         rank = outcome.profile
         taken = Row.taken(outcome)
         # If no plan fits, the row has the times of the step without one, so that layouts can be compared.
@@ -87,7 +87,7 @@ class Layout(Row):
         )  # fmt: skip
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures, with the mesh in words."""
+        """Return the figures that tables and JSON show, with the mesh in words."""
         words = {
             "mesh": " x ".join(f"{name} {n}" for name, n in self.mesh.items()) or "one device",
             "layout": self.name,
@@ -106,7 +106,7 @@ class Layouts:
         device: Name of the device.
         batch_size: Samples in a step, of all ranks together.
         budget_bytes: Limit for the peak on each rank. Without a budget on a GPU: what torch's allocator may reserve
-            there. A mesh of two axes has a second NCCL communicator, whose buffers come off that.
+            there; less on a mesh of two axes, by the buffers of its second NCCL communicator.
     """
 
     rows: tuple[Layout, ...]
@@ -142,7 +142,7 @@ class Layouts:
         return frame(self.rows)
 
     def in_words(self) -> Section:
-        """Return what was asked, for people."""
+        """Return what was asked for, for people."""
         title = f"A batch of {self.batch_size}, of all ranks together, on {self.devices} x {self.device}"
         return Section(title, (("budget", f"{format_bytes(self.budget_bytes)} on each rank"),))
 
@@ -192,7 +192,7 @@ def layouts(
         BudgetError: The budget cannot be read.
         PlanError: The step cannot be spread over any mesh of this many devices.
     """
-    if isinstance(model, Profile):  # it has a device already, whose name is only checked
+    if isinstance(model, Profile):  # a profile has its device: a name in ``devices`` is only checked
         n = devices_of(str(devices), model.spec) if "x" in str(devices) else read_devices("", devices)[1]
     else:
         device, n = read_devices(device, devices)
@@ -215,13 +215,13 @@ def layouts(
         try:
             ways = list(spreads(whole, mesh))
         except PlanError as error:
-            # A mesh that the step cannot be spread over says nothing about the others.
+            # The step may still be spread over other meshes.
             refused.append(str(error))
             continue
         found = tried(ways, request, all_of_them=True)
         rows += [Layout.of(whole, one.outcome, one.spread) for one in found]
     if not rows:
         raise PlanError(" ".join(refused))
-    # By time if a row fits. By peak if it does not, since the time of a step that cannot run says little.
+    # Rows that fit by time; the others by peak, since the time of a step that cannot run says little.
     rows.sort(key=lambda row: (not row.fits, row.step_ms if row.fits else row.peak_bytes))
     return Layouts(tuple(rows), tuple(refused), n, whole.device, whole.fingerprint.rows, budget_bytes)

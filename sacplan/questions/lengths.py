@@ -1,8 +1,8 @@
-"""The batches of a run: how many samples each one has, and to which sizes they are padded or packed.
+"""The batches of a run: how many samples each batch has, and to which sizes they are padded or packed.
 
 A run is described by the sizes of its samples and by the rules of the loader that makes batches of them. A sample has
-one size, its tokens, or several: the height and width of an image, or tokens, height and width. Or a run is read off a
-``DataLoader``, of whose batches only the shapes are kept.
+one size, its tokens, or several: the height and width of an image, or tokens, height and width. Or the shapes of the
+batches are read from a ``DataLoader``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from sacplan.record.longest import is_loader
 from sacplan.record.state import preserved_state
 
 _MOST = 2**24
-"""No more samples are drawn: their steps would be played for hours."""
+"""The most samples of a run: the steps of more would be played for hours."""
 
 Shape: TypeAlias = tuple[int, ...]
 """A batch: how many samples it has, and the sizes to which all of them are padded."""
 
 
 def fits_in(shape: Shape, other: Shape) -> bool:
-    """Whether a batch is nowhere larger than another one."""
+    """Whether no entry of a shape is larger than that of another one."""
     return all(map(operator.le, shape, other))
 
 
@@ -41,10 +41,10 @@ class Drawing:
     Attributes:
         lengths: The sizes of each sample.
         batch: Samples in a batch; None if ``tokens`` is given.
-        tokens: Instead, the most that a batch may have, padding included; of images, pixels.
+        tokens: Instead of ``batch``, the most tokens in a batch, padding included; pixels for images.
         pad_to_multiple_of: A batch is padded to the largest of each size, rounded up to a multiple of this.
-        pack: Instead, all samples are put one behind the other and cut into rows of so many tokens.
-        seed: Of the generator that shuffles; None: samples come in order.
+        pack: Instead of padding, all samples are concatenated and cut into rows of so many tokens.
+        seed: Seed of the generator that shuffles; None: samples come in order.
         epochs: How often all samples come.
         drop_last: Whether an incomplete batch at the end of an epoch is left out.
     """
@@ -105,7 +105,7 @@ class Drawing:
     def shapes(self) -> list[Shape]:
         """Return the batches of the run, in order."""
         lengths = self.lengths
-        if self.pack is not None:  # rows are alike, whatever the order of the samples
+        if self.pack is not None:  # rows have one length, whatever the order of the samples
             lengths = ((self.pack,),) * -(-sum(length for (length,) in lengths) // self.pack)
         # The samples come in the order in which a ``DataLoader`` with this generator yields them.
         generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
@@ -178,8 +178,8 @@ def read_lengths(lengths: Any, longest: int | None) -> tuple[Shape, ...]:
 def shape_of_batch(batch: Any) -> Shape:
     """Return samples and sizes of a batch: tokens, height and width of images, or all three.
 
-    Images are the largest tensor of samples x channels x height x width, tokens the largest of samples x tokens; where
-    there are no images, features may follow. Empty if there is neither, or it is not clear which dimension is samples.
+    Images are the largest tensor of samples x channels x height x width, tokens the largest of samples x tokens; if
+    there are no images, features may follow. () if there is neither, or tensors differ in their number of samples.
     """
     shapes = [shape for _, shape in shapes_of((batch,), {})]
     images = max((shape for shape in shapes if len(shape) == 4), key=math.prod, default=())
@@ -193,10 +193,10 @@ def shape_of_batch(batch: Any) -> Shape:
 def shapes_of_loader(
     loader: DataLoader[Any], epochs: int, shape_of: Callable[[Any], Sequence[int]]
 ) -> list[Shape]:
-    """Return the batches that a loader yields. No tensor is kept, and random generators are as they were.
+    """Return the shapes of the batches that a loader yields. Random generators are restored afterwards.
 
     Raises:
-        PlanError: A batch has no tensor of two dimensions, or batches have different sizes; or there is none.
+        PlanError: A batch has no sizes, or another number of sizes than the first one; or there is no batch.
     """
     found: list[Shape] = []
     with preserved_state(torch.nn.Module(), None, loader.sampler, loader.batch_sampler, loader.generator):
@@ -217,10 +217,10 @@ def shapes_of_loader(
 def read_shapes(
     lengths: Any, longest: int | None, epochs: int, shape_of: Callable[[Any], Sequence[int]], **rules: Any
 ) -> tuple[list[Shape], Drawing | None]:
-    """Return the batches of a run, and how they were drawn; None if a ``DataLoader`` does that.
+    """Return the batches of a run and their ``Drawing``, which is None for a ``DataLoader``.
 
     Raises:
-        PlanError: As for ``read_lengths`` and ``Drawing``; or rules are given with a loader, which has its own.
+        PlanError: As for ``read_lengths`` and ``Drawing``; or rules are given with a loader, which has its own rules.
     """
     if not is_loader(lengths):
         drawing = Drawing(read_lengths(lengths, longest), epochs=epochs, **rules)

@@ -1,11 +1,11 @@
-"""Rows of ``fit`` on several devices: what runs the step there, as it is and with a plan.
+"""Rows of ``fit`` on several devices: for each way to spread the step, as it is and with a plan.
 
 Each *arrangement* is a way to run one step on all devices: DDP, FSDP2 (also as Accelerate shards packed weights, with
 mixed precision for a model in float32, and with ``CPUOffloadPolicy``), or a mesh with tensor parallelism. They process
 the same samples: ``batch`` for each device. The step of one rank is recorded as PyTorch runs it, once for each
 arrangement and optimizer.
 
-Optimizers of bitsandbytes step whole parameters, so rows of shards have none of them.
+Optimizers of bitsandbytes step whole parameters, so there are no rows of sharded parameters with them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from sacplan.questions.verdict import FitRow, cheapest_of, is_same_training
 from sacplan.questions.ways import AS_IT_IS, PLAN
 
 _LARGEST = 2**16  # the largest batch of a device to try
-_PLAN = dataclasses.replace(PLAN, long=True)  # as ``plan`` searches
+_PLAN = dataclasses.replace(PLAN, long=True)  # searches as long as ``plan`` does
 _OF_SHARDS = (StorageKind.PARAMETER, StorageKind.GRADIENT, StorageKind.OPTIMIZER_STATE)
-_MOST_DEVICES = 2**16  # more is a slip of the pen
+_MOST_DEVICES = 2**16  # a larger number is a slip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,11 +44,11 @@ class Arrangement:
     """One way to run a step on several devices.
 
     Attributes:
-        name: In tables.
-        options: Arguments of ``sacplan.profile`` for it, as Python.
+        name: Its name in tables.
+        options: Python text of its arguments of ``sacplan.profile``; on a mesh, of ``sacplan.plan``.
         flags: The same on the command line.
         wrapping: Lines of Python that wrap the model; none on a mesh, where ``apply`` does.
-        ranks: The devices. On a mesh, the batch is that of all of them, and ``options`` are those of ``plan``.
+        ranks: The devices. On a mesh, the batch is that of all devices together.
         has_whole_parameters: Whether each rank steps whole parameters, as optimizers of bitsandbytes have to.
     """
 
@@ -62,20 +62,20 @@ class Arrangement:
 
 @dataclass
 class RankRows:
-    """The rows on several devices: ``batch`` of what is asked is that of each, as its limits are."""
+    """Makes the rows on several devices. The batch and the limits of ``asked`` are for each device."""
 
     asked: Asked
     _rows: list[FitRow] = field(default_factory=list)
-    _refused: set[str] = field(default_factory=set)  # arrangements
-    # Arrangements whose smallest peak is not in the optimizer's step.
+    _refused: set[str] = field(default_factory=set)  # names of arrangements
+    # Names of arrangements whose smallest peak is not in the optimizer's step.
     _bound_elsewhere: set[str] = field(default_factory=set)
-    _cases: dict[tuple[str, str], tuple[Arrangement, Case]] = field(default_factory=dict)  # and optimizer
+    _cases: dict[tuple[str, str], tuple[Arrangement, Case]] = field(default_factory=dict)  # and by optimizer
 
     def rows(self) -> list[FitRow]:
-        """Return the rows: for each arrangement as it is, and with a plan where it does not fit so.
+        """Return the rows: each arrangement as it is, and with a plan if it does not fit as it is.
 
-        What changes more, or takes long to record, comes last and only where it could help: another training where
-        nothing fits; the host's memory, another precision and then meshes where nothing else fits, or plans are dear.
+        What changes more, or takes long to record, comes last and only if it could help: the host's memory, another
+        precision and then meshes if nothing else fits, or plans are dear; other optimizers if nothing fits.
         """
         asked = next(iter(self.asked.makes))
         same = [name for name in self.asked.makes if is_same_training(name, asked)]
@@ -89,12 +89,12 @@ class RankRows:
                 break
         if not any(row.fits for row in self._rows):
             self._try(tried, [name for name in self.asked.makes if name not in same])
-        # Data parallelism comes first, as what is simplest.
+        # DDP comes first, since it is the simplest.
         order = [one.name for one in sorted(tried, key=lambda one: not one.has_whole_parameters)]
         return sorted(self._rows, key=lambda row: order.index(row.spread))
 
     def _try(self, arrangements: Sequence[Arrangement], optimizers: Iterable[str]) -> None:
-        """Add the rows of arrangements up to the first optimizer with which anything fits."""
+        """Add the rows of arrangements with each optimizer, up to the first one with which anything fits."""
         for name in optimizers:
             for one in arrangements:
                 if one.name in self._refused or not self._may_help(one, name):
@@ -108,7 +108,7 @@ class RankRows:
                 return
 
     def _may_help(self, one: Arrangement, name: str) -> bool:
-        """Whether an optimizer can lower a peak that is not in the optimizer's step: less state does, or none does."""
+        """Whether an optimizer may make an arrangement fit: if the peak is elsewhere, only less state helps."""
         if one.name not in self._bound_elsewhere:
             return True
         asked, other = self.asked.step_of(next(iter(self.asked.makes))), self.asked.step_of(name)
@@ -122,7 +122,7 @@ class RankRows:
         case = Case(name, rank, None, self.asked.limit, self.asked.host_budget_bytes, fields)
         self._cases[one.name, name] = one, case
         bare = case.row(AS_IT_IS)
-        # No plan makes shards or an optimizer on the host smaller.
+        # No plan helps if the host's memory is exceeded by shards or the optimizer.
         if bare.fits or bare.over_host_bytes:
             return [bare]
         planned = case.row(_PLAN)
@@ -131,11 +131,10 @@ class RankRows:
         return [bare, planned]
 
     def _is_hopeless(self, one: Arrangement, name: str) -> bool:
-        """Whether something fits, and DDP needs more than there is; without a plan, if what fits needs none.
+        """Whether DDP cannot fit and another arrangement does; without a plan, if the other one fits without.
 
-        What it needs at least follows from the rank that has been recorded. Of that one's shards nothing counts, nor
-        what it gathers and reduces. All else is there with whole parameters, too, and a plan lets go of no more of it
-        than autograd keeps.
+        The least that DDP needs follows from the recorded rank, without its shards and what it gathers and reduces. All
+        else is alive with whole parameters, too, and a plan frees no more of that than autograd keeps.
         """
         fitting = [row for row in self._rows if row.fits]
         if not fitting:
@@ -151,7 +150,7 @@ class RankRows:
         trained = [p for p in parameters if p.requires_grad]
         gradients = sum(p.nbytes for p in trained)
         needs = rest.footprint.peak_bytes if as_it_is else rest.liveness.floor_bytes
-        # Not all that are trained may get gradients.
+        # The optimizer is recorded only if all trained parameters get gradients.
         if make is not None and len(program.gradients) == len(trained):
             like = [(p.shape, p.stride(), p.dtype) for p in trained]
             update = recorded_on(like, make, self.asked.spec)
@@ -169,14 +168,14 @@ class RankRows:
 
     @property
     def any_step(self) -> Profile:
-        """The step of a rank that has been recorded."""
+        """The step of the rank that was recorded first."""
         return next(iter(self._cases.values()))[1].step
 
     @derived
     def _rank(self, one: Arrangement, name: str, batch: int) -> Profile:
-        """Return the step of a rank with so many samples for each device.
+        """Return the step of a rank with ``batch`` samples for each device.
 
-        Optimizers share a recording: the step of another one is put behind its backward pass.
+        Optimizers share the recording with the first one if its optimizer's step can be replaced.
         """
         given, first = self.asked, next(iter(self.asked.makes))
         make = given.makes[name]
@@ -189,7 +188,7 @@ class RankRows:
 
     @staticmethod
     def shards_whole(one: Arrangement, name: str) -> bool:
-        """Whether an optimizer that steps whole parameters would get shards."""
+        """Whether an optimizer that can only step whole parameters would get shards."""
         return not one.has_whole_parameters and name in BY_NAME and not BY_NAME[name].steps_shards
 
     @property
@@ -197,7 +196,7 @@ class RankRows:
         return layers_of(name for name, _ in self.asked.recordings.model.named_parameters())
 
     def _fsdp(self, name: str, written: str, flags: tuple[str, ...] = (), **more: Any) -> Arrangement:
-        """Return an arrangement of FSDP2 with further arguments, and how these are written."""
+        """Return an arrangement of FSDP2 with ``more`` arguments, which are ``written`` as Python text."""
         options = f"ranks=sacplan.FSDP2({self.asked.devices}, {list(self._units)!r}{written})"
         wrapping = [
             f"for layer in model.{unit.removesuffix('.*')}:\n    fully_shard(layer{written})"
@@ -208,11 +207,11 @@ class RankRows:
         return Arrangement(name, options, flags, (*wrapping, f"fully_shard(model{written})"), ranks)
 
     def _on_data(self) -> Iterator[Arrangement]:
-        """Yield what spreads the batch alone, on the devices alone."""
+        """Yield data parallelism in the same precision and without memory of the host."""
         n, size = self.asked.devices, ("--world-size", str(self.asked.devices))
         units = (word for unit in self._units for word in ("--fsdp-unit", unit))
         yield self._fsdp("FSDP2", "", (*size, *units))
-        # Accelerate leaves frozen integers out of the shards, among them 4-bit weights that are stored as bytes
+        # Accelerate does not shard frozen integer parameters, such as 4-bit weights that are stored as bytes
         # (``fsdp2_prepare_model``).
         parameters = self.asked.recordings.model.parameters()
         packed = [p for p in parameters if not p.requires_grad and not p.is_floating_point()]
@@ -225,7 +224,7 @@ class RankRows:
         )
 
     def _changing_more(self) -> Iterator[Arrangement]:
-        """Yield what computes in another type, or takes the host's memory; the command line has no options for it."""
+        """Yield arrangements with another type or the host's memory; the command line has no options for these."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
         # Only a model in float32 gains from bfloat16.
@@ -254,27 +253,27 @@ class RankRows:
                 yield Arrangement(name, f"mesh={axes!r}", flags, (), ranks)
 
     def with_sizes(self, row: FitRow) -> FitRow:
-        """Return a row with the largest batch for each device."""
+        """Return a copy of the row with the largest batch for each device."""
         one, case = self._cases[row.spread, row.optimizer]
         axis = self.asked.batch_axis(lambda n: self._rank(one, row.optimizer, n), most=_LARGEST)
         try:
             return dataclasses.replace(row, largest_batch=case.largest(row, axis))
-        except (TraceError, PlanError) as error:  # the step or the plan is another one at another size
+        except (TraceError, PlanError) as error:  # the step or the plan is another one at this size
             self.asked.notes.append(f"{one.name}: {error}")
             return row
 
 
 def read_devices(device: Any, devices: int | str) -> tuple[Any, int]:
-    """Return a device and how many there are of it, from ``"8xh100"`` or a number beside the device.
+    """Return a device and how many of it there are, from ``"8xh100"`` or from a device and a number.
 
     Raises:
-        PlanError: The number is none, or two are given.
+        PlanError: ``devices`` is no such number, or two different ones are given.
     """
-    # In either place: ``devices="8xh100"`` names the device as well. Behind the x is a name or a memory size: 2x24GB.
+    # In either argument: ``devices="8xh100"`` names the device, too. A name or a size (24GB) follows the x.
     for given, other in ((device, devices), (devices, "1")):
         found = isinstance(given, str) and re.fullmatch(r"(\d+)\s*x\s*(\D.*|\d+\s*[gG].*)", given.strip())
         if found:
-            # 1 is the default, so it need not have been given. The same number twice is no contradiction.
+            # 1 may just be the default, and the same number twice is no contradiction.
             if str(other) not in ("1", found[1]):
                 raise PlanError(f"device={device!r} and devices={devices!r} are two numbers; give one.")
             device, devices = found[2], found[1]

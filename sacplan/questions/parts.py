@@ -38,7 +38,7 @@ class Part:
 
     Attributes:
         what: Its name in words.
-        n_bytes: Bytes of all its storages.
+        n_bytes: Its bytes.
     """
 
     what: str
@@ -75,7 +75,7 @@ def parts_of(profile: Profile, program: Program) -> tuple[Part, ...]:
         Part(words.counted(what, storages), sum(sizes[s] for s in storages))
         for what, storages in found.items()
     ]
-    # A step without ops has its peak at none (-1).
+    # A step without ops has no op at its peak (-1), and so no workspace.
     workspace = program.ops[at].workspace_bytes if at >= 0 else 0
     parts.append(Part(f"workspace of {short_op(program.ops[at].name)}", workspace))
     return tuple(sorted((part for part in parts if part.n_bytes), key=lambda part: -part.n_bytes))
@@ -100,7 +100,7 @@ class _Words:
 
     def __init__(self, program: Program, optimizer: str) -> None:
         self.program, self.optimizer = program, optimizer
-        # Several tensors may share a storage, some of them only parts of it: the largest one counts.
+        # Several tensors may share a storage, some as views of a part: the largest one counts.
         self.elements: dict[int, int] = defaultdict(int)
         for tensor in program.tensors:
             s = tensor.storage
@@ -116,11 +116,11 @@ class _Words:
     def of(self, s: int) -> str:
         """Return the name of the part that a storage belongs to, as a template for ``counted``.
 
-        ``#`` stands for the number of storages. After ``@`` is the name of the list whose layers are to be counted.
+        ``#`` stands for the number of storages. ``@`` is followed by the list whose layers are to be counted.
         """
         program, kind = self.program, self.program.storage_kinds[s]
-        # From what is certain to what is guessed. Copies of the logits are told by their size before the phase is
-        # looked at, since both passes make them.
+        # From what is certain to what is guessed. Sizes come before phases, since forward and backward pass both make
+        # copies of the logits.
         if kind in _PLAIN:
             return _PLAIN[kind]
         if kind == StorageKind.OPTIMIZER_STATE:
@@ -161,7 +161,7 @@ class _Words:
         said, in_layers, name = what.partition("@")
         if not in_layers:
             return what
-        # By number in the list: a layer saves several activations, and counts once.
+        # By number in the list: each layer saves several activations, and counts once.
         places = {
             match[2] for s in storages if (match := _IN_A_LIST.match(self._module(self.program.writer[s])))
         }

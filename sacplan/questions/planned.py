@@ -16,7 +16,7 @@ def planned(profile: Profile, plan: Plan | None) -> Program:
     """Return the program of the step, rewritten by the plan if there is one.
 
     Raises:
-        PlanMismatch: The plan was made from another profile, or is about ops that the step does not run.
+        PlanMismatch: The plan was made from another profile, or discards the output of ops that the step does not run.
     """
     if plan is None:
         return profile.program
@@ -26,7 +26,7 @@ def planned(profile: Profile, plan: Plan | None) -> Program:
             f"({plan.fingerprint.batch_in_words}) than the profile of {profile.fingerprint.model_class} "
             f"({profile.fingerprint.batch_in_words}). {_REMEDY}"
         )
-    # Model and batch are the same. Another device, optimizer or loss shows in the peak.
+    # Model and batch are the same, but the device, optimizer or loss may differ, which shows in the peak.
     program = profile.with_plan(plan)
     found = program.footprint.peak_bytes
     if found != plan.peak_bytes:
@@ -42,7 +42,7 @@ def planned(profile: Profile, plan: Plan | None) -> Program:
 
 def _check_sites(profile: Profile, plan: Plan) -> None:
     """Raise ``PlanMismatch`` for a call site that no call of its unit has: nothing would be discarded there."""
-    # Other decisions may take ops away or add some, so sites are looked up in what these leave.
+    # Other decisions may remove or add ops, so sites are looked up in the program with these decisions.
     program = profile.with_plan([one for one in plan.decisions if not isinstance(one, Recompute)])
     for unit, sites in plan.discarded.items():
         there = {site for scope in program.calls.get(unit, ()) for site in program.sites(scope).values()}

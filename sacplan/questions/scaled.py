@@ -1,14 +1,14 @@
 """A recorded step at any size, computed from recordings at two sizes: a batch of 40 without tracing it.
 
-For most models, a step runs the same ops whatever the size of the batch or the sequence is, and each dimension of its
-tensors is linear in that size. So every number of the program at size n lies on a line through the two recordings:
+For most models, a step runs the same ops at any size of the batch or the sequence, and each dimension of its tensors is
+linear in that size. So every number of the program at size n lies on a line through the two recordings:
 
     x(n) = x(first) + (x(second) - x(first)) * (n - first) / (second - first)
 
 This is applied to the dimensions of tensors and to the integers among the arguments of ops. Strides and bytes follow
 from the dimensions if they do so in both recordings. The result equals a recording at that size
-(``tests/questions/test_fit.py``). Two things are only near: times, and the workspaces of kernels, which need not be
-linear. Those of reductions, which stop growing, are computed at the size.
+(``tests/questions/test_fit.py``). Only times and the workspaces of kernels, which need not be linear, are approximate.
+Workspaces of reductions, which stop growing, are computed for the size.
 
 If the two recordings differ in anything but sizes, ``sized`` returns None. If both happen to run the same ops and a
 third size would not, this is not noticed.
@@ -70,7 +70,7 @@ class Sized:
 
     @cached_property
     def whole_each(self) -> int:
-        """At every multiple of this from the first size on, all dimensions are whole numbers."""
+        """All dimensions are whole numbers at sizes that differ from the first by a multiple of this."""
         (first, second), (a, b) = self.sizes, (one.recorded.tensors for one in self.profiles)
         slopes = {j - i for x, y in zip(a, b, strict=True) for i, j in zip(x.shape, y.shape, strict=True)}
         return abs(second - first) // math.gcd(second - first, *slopes)
@@ -97,10 +97,10 @@ class Sized:
 
     @derived
     def peaks(self, decisions: tuple[Decision, ...], degree: int) -> Peaks:
-        """Return the bytes at each op, with a plan, as polynomials in the size. They are kept.
+        """Return the bytes at each op, with a plan, as polynomials in the size. The result is kept.
 
         Args:
-            decisions: Those of the plan.
+            decisions: The decisions of the plan.
             degree: 1 if memory is linear in the size, as in the batch; 2 if attention scores may be kept, whose two
                 dimensions both grow with the sequence.
 
@@ -124,37 +124,37 @@ class Sized:
                 x = _tensor(a.tensors[op.inputs[0]], b.tensors[b.ops[i].inputs[0]], line)
                 yield i, _reduction_bytes(op, x, spec)
 
-        # One row of powers for each size, and the bytes at all ops on the right: solved for the coefficients.
+        # Solved for the coefficients: a row of powers for each size, and the bytes at all ops on the right.
         points = np.stack([found.astype(np.float64) for found in moments])
         powers = np.vander(np.array(at, dtype=np.float64))
         return Peaks(np.linalg.solve(powers, points).astype(np.float64), inside)
 
 
 _MULTIPLE = 128
-"""Kernels pad lengths, at most to this. Between two padded lengths the line would be bent."""
+"""Lengths are recorded at multiples of this if possible: kernels pad others, which would bend the line."""
 
 
 _BENT = 0.001
 """Largest share of a peak by which a computed step may miss the recorded one: kernels may pad lengths."""
 
 _KEPT = 64
-"""Lines that are kept: their ends would be computed again for each shape on them."""
+"""Most lines that are kept, so that their ends are not computed again for each shape on them."""
 
 
 @dataclass(frozen=True)
 class SizedStep:
-    """A step on batches of any shape: of samples and of one size or several, such as height and width.
+    """A step on batches of any shape: samples, and one size or several, such as height and width.
 
-    Numbers of a program are linear in each of these while the others stay as they are: height x width patches, or
-    samples x tokens rows. So the step is recorded at two values of each, in all combinations, and computed along one
-    after the other. Each shape is recorded itself if the recordings do not run the same ops, or if one more of them
-    has another peak than is computed, as with convolutions on a CPU, which choose their kernels by the size. So is a
-    shape to which lines lead that give a dimension a fraction, as where a convolution halves an odd height.
+    The numbers of a program are linear in each entry of the shape while the others stay the same: height x width
+    patches, or samples x tokens rows. So the step is recorded at two values of each, in all combinations, and computed
+    along one entry after the other. A shape is recorded itself if the recordings do not run the same ops; if the peak
+    of one more recording is not the computed one, as with convolutions on a CPU, which choose their kernels by the
+    size; or if a dimension on its line is a fraction, as where a convolution halves an odd height.
 
     Attributes:
         record: Records the step on a batch of so many samples of these sizes.
-        shapes: Those that are asked about, or some of them: the smallest and largest value of each size. All are taken
-            to be multiples of what divides these.
+        shapes: The shapes to ask about, or some of them with the smallest and largest value of each size. All values
+            are taken to be multiples of the common divisor of these.
     """
 
     record: Callable[..., Profile]
@@ -163,18 +163,18 @@ class SizedStep:
     _alone: set[tuple[int, int]] = field(default_factory=set)  # index and size where other ops run
 
     def recorded(self, *shape: int) -> Profile:
-        """Return the step as it is recorded at a shape. Recordings are kept."""
+        """Return the recording of the step at a shape. Recordings are kept."""
         if shape not in self._recorded:
             self._recorded[shape] = self.record(*shape)
         return self._recorded[shape]
 
     def at(self, *shape: int) -> Profile:
         """Return the step at a shape: the recording if there is one, otherwise a computed one."""
-        # A size of 1 is special: such dimensions broadcast.
+        # Recorded already, or with a size of 1, whose dimensions broadcast.
         if shape in self._recorded or min(shape[1:]) < 2:
             return self.recorded(*shape)
-        # ``_values`` comes first, since it also finds the sizes that run other ops. A batch between the recorded ones
-        # is computed from both, so the same ops have to run on both.
+        # ``_values`` comes before ``_alone``, which it fills. Batches that are not recorded are computed from two that
+        # are, so the same ops have to run on both.
         batches = shape[:1] if shape[0] in (1, *self._values[0]) else self._values[0]
         runs_other_ops = not self._alone.isdisjoint(enumerate(shape))
         if runs_other_ops or not self._runs_alike(batches) or not self._is_straight:
@@ -183,15 +183,15 @@ class SizedStep:
 
     @cached_property
     def _values(self) -> list[tuple[int, ...]]:
-        """The values of each size that are recorded: two, or one if there is no other."""
+        """For each entry of a shape, the recorded values: two, or one if there is no other."""
         sizes = [sorted(set(values)) for values in zip(*self.shapes, strict=True)]
         most = sizes[0][-1]
         found = [(max(2, most), max(2, most) + 2), *map(_two, sizes[1:])]
         firsts = (most, *(values[0] for values in found[1:]))
         for i, values in enumerate(found[1:], 1):
             pair = [(*firsts[:i], n, *firsts[i + 1 :]) for n in values]
-            # The longest sequence alone may run other ops, as with a table of positions that is sliced: at its full
-            # length, which is where samples are cut, torch records an alias of the table in place of a slice.
+            # The longest sequence alone may run other ops: if a table of positions is sliced at its full length, which
+            # is where samples are cut, torch records an alias of the table in place of a slice.
             if values[0] == sizes[i][-1] and not self._same_ops(*pair):
                 found[i] = _two(sizes[i][:-1])
                 self._alone.add((i, values[0]))
@@ -199,12 +199,12 @@ class SizedStep:
 
     @derived
     def _runs_alike(self, batches: tuple[int, ...]) -> bool:
-        """Whether the same ops run on so many samples of all sizes that are recorded."""
+        """Whether the same ops run at all recorded sizes, on each of these numbers of samples."""
         return self._same_ops(*itertools.product(batches, *self._values[1:]))
 
     @cached_property
     def _is_straight(self) -> bool:
-        """Whether the largest step that has to be computed has the peak of its recording, nearly."""
+        """Whether the largest computed shape has nearly the peak of its recording; True if none is computed."""
         for shape in sorted(map(tuple, self.shapes), key=math.prod, reverse=True):
             corner = all(map(operator.contains, self._values, shape))
             computed = None if corner or shape[0] == 1 else self._along(shape, len(shape) - 1)
@@ -217,7 +217,7 @@ class SizedStep:
         return all(_same_ops((first, other), (one, self.recorded(*other))) for other in others)
 
     def _along(self, shape: tuple[int, ...], i: int) -> Profile | None:
-        """Return the step at a shape whose sizes after the i-th are recorded ones; None if no lines lead there."""
+        """Return the step at a shape whose entries after the i-th are recorded values; None if no line leads there."""
         if i < 0:
             return self.recorded(*shape)
         first = self._values[i][0]
@@ -231,7 +231,7 @@ class SizedStep:
         return functools.lru_cache(_KEPT)(self._line)
 
     def _line(self, shape: tuple[int, ...], i: int) -> Sized | None:
-        """Return the steps that differ in the i-th size; None if there is but one such size, or no lines lead there."""
+        """Return the line of steps along the i-th entry; None if it has one recorded value, or an end has no line."""
         ends = [self._along((*shape[:i], n, *shape[i + 1 :]), i - 1) for n in self._values[i]]
         if len(ends) < 2 or ends[0] is None or ends[1] is None:
             return None
@@ -239,7 +239,7 @@ class SizedStep:
 
 
 def _two(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return two sizes to record, the longest and about half of it, or one if there is one; sorted ones are given."""
+    """Return sizes to record, given sorted ones: the longest and about half of it, or the only one."""
     longest, unit = sizes[-1], math.gcd(*sizes)
     if longest >= 2 * math.lcm(unit, _MULTIPLE):
         unit = math.lcm(unit, _MULTIPLE)
@@ -249,11 +249,11 @@ def _two(sizes: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The bytes that are alive at each op, as polynomials in the size. The rounding of the allocator is not in them.
+    """The bytes that are alive at each op, as polynomials in the size, without the rounding of the allocator.
 
     Attributes:
         coefficients: Powers x ops, the highest power first.
-        inside: Yields at a size what reductions take besides, by op.
+        inside: Yields the workspace bytes of reductions at a size, by op.
     """
 
     coefficients: npt.NDArray[np.float64]
@@ -358,13 +358,13 @@ def _sizes(
 ) -> tuple[int, ...]:
     """Return the bytes of the storages.
 
-    If the size of a storage is that of its largest tensor, rounded by the allocator, in both recordings, it is so at
-    any size. Interpolating the rounded bytes would be wrong by up to a block. Only other storages are interpolated.
+    A storage that has the rounded size of its largest tensor in both recordings is taken to have it at any size.
+    Interpolating the rounded bytes would be wrong by up to a block, so only other storages are interpolated.
     """
     whole = [program.largest_tensors for program in (a, b)]
     found = []
     for s, (x, y) in enumerate(zip(a.storage_bytes, b.storage_bytes, strict=True)):
-        # Equal in both recordings, as a parameter is: it does not depend on the size.
+        # Equal in both recordings, such as a parameter: its bytes do not depend on the size.
         if x == y and whole[0][s][0] == whole[1][s][0]:
             found.append(x)
             continue
@@ -404,7 +404,7 @@ def _op(
 
 
 def _is_reduction(op: Op, spec: DeviceSpec) -> bool:
-    """Whether an op is a reduction on a GPU whose input is known; of a loop over slices it is not."""
+    """Whether an op is a reduction on a GPU whose input is known, which is not so in a loop over slices."""
     if spec.kind != "cuda" or not op.name.startswith("aten.") or not op.inputs or op.inputs[0] < 0:
         return False
     return op.name.split(".")[1] in ACCUMULATOR_BYTES

@@ -1,4 +1,4 @@
-"""Sweeps: a question is answered by one row for each case, and each case is a step planned for a budget.
+"""Sweeps: the answer to a question has a row for each case, and each case is a step planned for a budget.
 
 ``frontier`` goes over solvers and budgets, ``max_batch`` and ``throughput`` over batch sizes, ``layouts`` over meshes,
 ``fit`` over optimizers and techniques. A ``Request`` plans each case. A row has the result, and what distinguishes the
@@ -24,13 +24,13 @@ class Row:
 
     Attributes:
         fits: Whether the peak is within the budget; without one, whether what is reserved fits the GPU.
-        peak_bytes: With the plan. Where none holds the budget: the smallest peak that was reached, or None if none was
-            looked for.
+        peak_bytes: With the plan. If no plan holds the budget: the smallest peak that was reached, or None if none
+            was looked for.
         unplanned_peak_bytes: Without a plan.
-        step_ms: Time of the step with the plan; None where none holds the budget.
+        step_ms: Time of the step with the plan; None if no plan holds the budget.
         recompute_ms: Part of ``step_ms`` that runs a second time; None likewise.
-        added_ms: Part of ``step_ms`` that running ops in slices adds; None likewise.
-        plan: The plan; None where none holds the budget, or where the question hands out no plans.
+        added_ms: Part of ``step_ms`` for slices and for waits; None likewise.
+        plan: The plan; None if no plan holds the budget, or the question returns no plans.
     """
 
     shown: ClassVar[tuple[str, ...]] = ()

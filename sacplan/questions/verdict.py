@@ -17,8 +17,8 @@ from sacplan.techniques.registry import DEFAULT_TECHNIQUES, TECHNIQUES
 if TYPE_CHECKING:
     import pandas as pd
 
-_SHOWN_DEVICES = 3  # larger devices that are named; the others are counted
-_DEAR = 0.2  # share of the step that a plan adds, from which on what takes longer, or host memory, is tried as well
+_SHOWN_DEVICES = 3  # larger devices to name; further ones are counted
+_DEAR = 0.2  # if a plan adds this share to the step or more, longer searches and host memory are tried
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,23 +26,22 @@ class FitRow(Row):
     """One way to run the step.
 
     Attributes:
-        optimizer: Its name.
-        way: "as it is", "plan" (what ``plan`` does by default), "chunked loss", or both; "plan + chunks" where only
-            modules in slices could help as well; "plan + offload" and the like where memory of the host could.
-        techniques: ``techniques=`` of ``sacplan.plan`` for it; none for the step as it is.
-        peak_bytes: With the plan that ``sacplan.plan`` finds; where none holds the budget, the smallest that was found.
-        reserved_bytes: ``torch.cuda.max_memory_reserved()`` with it. None on a CPU, and where the tensors alone do not
-            fit.
-        room: Memory of the device that the step may take: less beside more communicators.
+        optimizer: Name of the optimizer.
+        way: "as it is", "plan" (what ``plan`` does by default), "chunked loss", or both; "plan + chunks" if only
+            modules in slices could help as well; "plan + offload" and the like if memory of the host could.
+        techniques: ``techniques=`` of ``sacplan.plan`` for this way; () for the step as it is.
+        peak_bytes: With the plan that ``sacplan.plan`` finds; if no plan holds the budget, the smallest peak found.
+        reserved_bytes: ``torch.cuda.max_memory_reserved()`` with this plan. None on a CPU, and if the tensors alone do
+            not fit.
+        room: Memory of the device that the step may take: the more communicators there are, the less.
         expandable_bytes: What expandable segments would reserve, if that fits and ``reserved_bytes`` does not.
-        largest_batch: At the asked sequence; with a plan, at least this many, since ``max_batch`` plans at each size.
-            0 where one sample does not fit; None where it was not to be computed, or with another optimizer than the
-            asked one where that needs no plan.
-        longest_seq: At the asked batch, in multiples of 128 tokens where the asked one is; None for models without.
-        same_as: The simpler way that this one is at the asked size, where a plan finds nothing to do.
+        largest_batch: At the asked sequence; with a plan, a lower bound, since ``max_batch`` plans at each size. 0 if
+            one sample does not fit; None if it was not computed, as for other optimizers where no plan is needed.
+        longest_seq: At the asked batch, in multiples of 128 tokens if the asked length is one; None for models without.
+        same_as: The simpler way with the same decisions at the asked size; None if there is none.
         spread: What runs the step on several devices: "DDP", "FSDP2", a mesh; empty on one. Peaks are those of a rank.
-        options, flags: Arguments for it: of ``sacplan.profile`` (of ``sacplan.plan`` for a mesh), and on the command
-            line. Empty where the command line has none.
+        options, flags: Arguments for ``spread``: of ``sacplan.profile`` (of ``sacplan.plan`` for a mesh), and on the
+            command line. Empty if the command line has none.
         wrapping: Lines of Python that wrap the model for several devices; none on a mesh, where ``apply`` does.
         host_bytes: Memory of the host that the plan and the optimizer take.
         host_room_bytes: The host's budget.
@@ -77,23 +76,23 @@ class FitRow(Row):
 
     @property
     def limit_bytes(self) -> int:
-        """Limit for the reserved bytes if they decide; else for the peak."""
+        """Limit for the reserved bytes if these have to fit; else for the peak."""
         return self.room.n_bytes
 
     @property
     def _needs_bytes(self) -> int:
-        """The one of the figures in the row that is compared with the limit."""
+        """The figure that is compared with the limit: reserved bytes, or the peak."""
         reserved = self.reserved_bytes if self.room.is_reserved else None
         return self.peak_bytes if reserved is None else reserved
 
     @property
     def over_bytes(self) -> int:
-        """By how much the step does not fit the device; 0 if it does."""
+        """Bytes by which the step exceeds the room on the device; 0 if it fits."""
         return max(0, self._needs_bytes - self.limit_bytes)
 
     @property
     def over_host_bytes(self) -> int:
-        """By how much the step takes more than the host's budget; 0 if it does not."""
+        """Bytes by which the step exceeds the host's budget; 0 if it does not."""
         return max(0, self.host_bytes - self.host_room_bytes)
 
     @property
@@ -103,14 +102,14 @@ class FitRow(Row):
 
     @property
     def memory(self) -> str:
-        """The peak, and what is reserved for it, in words."""
+        """The peak, and what is reserved and on the host, in words."""
         reserved = "" if self.reserved_bytes is None else f", {format_bytes(self.reserved_bytes)} reserved"
         host = f", {format_bytes(self.host_bytes)} on the host" if self.host_bytes else ""
         return f"{format_bytes(self.peak_bytes)}{reserved}{host}"
 
     @property
     def over(self) -> str:
-        """By how much it does not fit, in words."""
+        """By how much the step exceeds the host's budget, or else the room, in words."""
         if self.over_host_bytes:
             more = format_difference(self.host_bytes, self.host_room_bytes)
             return f"{more} over the host's {format_bytes(self.host_room_bytes)}"
@@ -118,16 +117,16 @@ class FitRow(Row):
 
     @property
     def added_share(self) -> float:
-        """Share of the step's time that the plan adds; 0 where the time is not known."""
+        """Share of the step's time that the plan adds; 0 if the time is not known."""
         return ((self.recompute_ms or 0.0) + (self.added_ms or 0.0)) / self.step_ms if self.step_ms else 0.0
 
     @property
     def is_dear(self) -> bool:
-        """Whether its plan adds so much time that what takes longer to find, or host memory, is tried as well."""
+        """Whether the plan adds so much time that longer searches and host memory are tried as well."""
         return self.added_share >= _DEAR
 
     def is_quicker(self, other: FitRow) -> bool:
-        """Whether it fits and takes less time than another row that fits."""
+        """Whether this row fits, and both times are known and this one is less."""
         return self.fits and None not in (self.step_ms, other.step_ms) and self.step_ms < other.step_ms  # type: ignore[operator]
 
 
@@ -143,9 +142,9 @@ class Verdict:
         device, memory_bytes: Name of the device, and its memory.
         budget_bytes: Limit for the peak of the step. Without a budget on a GPU: what torch's allocator may reserve, the
             memory less ``outside``.
-        budget: The same in the form that ``plan`` takes; None if it is the default.
+        budget: The budget in the form that ``plan`` takes; None if the device is the limit.
         rows: All ways that were tried, those with the asked optimizer first.
-        recommended: The row to choose of those that fit; None if nothing fits.
+        recommended: The row to choose; None if nothing fits.
         outside: What lies outside of torch's allocator, with the source of each figure. Empty if a budget was given,
             and on a CPU.
         larger_devices: Known GPUs on which the smallest row would fit, the smallest first. Empty if something fits
@@ -153,9 +152,9 @@ class Verdict:
         computed: Sentences on which figures were computed from recordings, and which were not.
         remarks: Sentences on what is often taken for granted: how tokens are routed to experts, and what becomes of
             the types of adapters and frozen weights that ``fully_shard`` shards.
-        devices: How many devices there are. With several, ``batch`` is that of each, and the first row is DDP.
+        devices: How many devices there are. With several, ``batch`` is for each device, and rows of DDP come first.
         accumulation_steps: Micro-batches of ``batch`` samples in a step. Largest batches are micro-batches, too.
-        compiled: What ``compile=`` was asked for, as in ``code``.
+        compiled: The argument ``compile=`` as text for ``code``; empty for none.
     """
 
     model: str
@@ -179,12 +178,12 @@ class Verdict:
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits as it is; on several devices, with any of the ways to spread it."""
+        """Whether the step fits without a plan; on several devices, with any way to spread it."""
         return self._as_it_is.fits
 
     @property
     def _as_it_is(self) -> FitRow:
-        """The first row without a plan that fits with the optimizer that was asked for, or the first row."""
+        """The first row with the asked optimizer that fits without a plan; if there is none, the first row."""
         plain = (row for row in self.rows if row.way == "as it is" and row.optimizer == self.optimizer)
         return next((row for row in plain if row.fits), self.rows[0])
 
@@ -199,7 +198,7 @@ class Verdict:
         asked = self._as_it_is
         limit, outside = format_bytes(asked.limit_bytes), asked.room.outside
         left = f"the budget of {limit}"
-        # Without a budget on a GPU, it is what the allocator has left.
+        # Without a budget on a GPU, the limit is what others leave to the allocator.
         if outside:
             names = " and ".join(one.name for one in outside)
             left = f"the {limit} that the {names} {'leave' if len(outside) > 1 else 'leaves'}"
@@ -234,8 +233,8 @@ class Verdict:
     def competing(self) -> tuple[FitRow, ...]:
         """The rows to choose from.
 
-        Where no plan is needed, no other optimizer is either, and only the ways with most techniques are of interest:
-        they hold the largest steps.
+        If no plan is needed, no other optimizer is needed either. Then these are the step as it is, and the ways with
+        most techniques, which hold the largest steps.
         """
         own = [row for row in self.rows if row.optimizer == self.optimizer]
         most = max(len(row.techniques) for row in own)
@@ -243,9 +242,9 @@ class Verdict:
         return asked if self.fits_plainly else self.rows
 
     def shown(self, sizes: bool) -> tuple[FitRow, ...]:
-        """Return the rows to show, with their largest sizes or without.
+        """Return the rows to show, in a table with their largest sizes or without.
 
-        Where no plan is needed on a device, that is the step as it is, and what holds the largest steps.
+        If no plan is needed on a device, these are the step as it is, and the rows that hold the largest steps.
         """
         if self.fits_plainly:
             batch = max(self.competing, key=lambda row: row.largest_batch or 0)
@@ -264,9 +263,9 @@ class Verdict:
 
     @property
     def _other_allocator(self) -> tuple[str, ...]:
-        """A sentence on what fits only with expandable segments: the step as it is, or else the first way."""
+        """A sentence on the first row that fits only with expandable segments; () if there is none worth it."""
         rows = [row for row in self.rows if row.expandable_bytes is not None]
-        # With another way that fits, only the step as it is is worth a change of the environment.
+        # If something fits, only the step as it is (the first row) is worth a change of the environment.
         if not rows or (self.recommended is not None and rows[0] is not self.rows[0]):
             return ()
         first = rows[0]
@@ -294,7 +293,7 @@ class Verdict:
         best = self.recommended
         if best is None:
             return ""
-        # A function of the user's own has no code that could be pasted.
+        # There is no code to paste for an optimizer of the user.
         make = BY_NAME[best.optimizer].written if best.optimizer in BY_NAME else "..."
         lines = [f"optimizer = {make}"] if best.optimizer != self.optimizer else []
         if best.spread:
@@ -312,10 +311,10 @@ class Verdict:
         return "\n".join(lines)
 
     def _code_on_ranks(self, best: FitRow) -> list[str]:
-        """Return lines that plan for a rank, and that run the step on all of them."""
+        """Return lines that plan for a rank, and that run the step on all ranks."""
         budget = "" if self.budget is None else f', "{self.budget}"'
         start = f"# torchrun --nproc-per-node {self.devices}"
-        # A mesh is planned for from one profile of the step of all ranks, and ``apply`` makes the calls.
+        # On a mesh: ``plan`` takes a profile of the step of all ranks, and ``apply`` makes the calls.
         if not best.wrapping:
             return [
                 start,
@@ -347,13 +346,13 @@ class Verdict:
 def recommended(rows: Sequence[FitRow]) -> FitRow | None:
     """Return the row to choose, or None if nothing fits.
 
-    The step as it is wins if it fits. Otherwise it is the fastest way that fits with the asked optimizer or its fused
-    version. Another optimizer, which changes the training, is chosen only if those do not fit.
+    The step as it is wins if it fits; else the fastest way that fits with the asked optimizer or its fused version.
+    Another optimizer, which changes the training, is chosen only if nothing fits with these.
     """
     holding = [row for row in rows if row.fits]
     if not holding:
         return None
-    # On several devices, the first of those that fit without a plan: later ones change more (precision, who runs it).
+    # On several devices, the first row without a plan that fits: later ones change more, such as the precision.
     plain = [row for row in holding if row.way == "as it is" and row.optimizer == rows[0].optimizer]
     if plain:
         return plain[0]
@@ -362,7 +361,7 @@ def recommended(rows: Sequence[FitRow]) -> FitRow | None:
 
 
 def cheapest_of(rows: Sequence[FitRow]) -> FitRow | None:
-    """Return the fastest row that fits with the asked optimizer, that of the first row, or its fused version."""
+    """Return the fastest row that fits with the optimizer of the first row or its fused version; None for none."""
     fitting = [row for row in rows if row.fits and is_same_training(row.optimizer, rows[0].optimizer)]
     return min(fitting, key=lambda row: row.step_ms or 0.0, default=None)
 

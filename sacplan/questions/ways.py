@@ -1,9 +1,9 @@
 """The ways in which ``fit`` runs a step: as it is, and with sets of techniques that follow from the registry.
 
 - "plan" is what ``plan`` does by default.
-- A technique that may round otherwise is tried alone, and with a plan.
-- One that takes memory of the host comes last, with all that helped before it: it is tried only where the others do
-  not fit, or are dear.
+- A technique that may change the rounding of gradients is tried alone, and with a plan.
+- A technique that takes memory of the host comes last, with all that helped before: only if the others do not fit, or
+  are dear.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Way:
     """One way to run a step.
 
     Attributes:
-        name: In rows.
-        techniques: Those of the plan; none for the step as it is.
-        long: Whether everything is asked that may lower the peak, which may take minutes.
-        host_bytes: Memory of the host that a plan may take, where it may take any; None: all of it.
+        name: Its name in rows.
+        techniques: The techniques of the plan; () for the step as it is.
+        long: Whether to search with everything that may lower the peak, which may take minutes.
+        host_bytes: Memory of the host that a plan may take, if it may take any; None: all of it.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Way:
         return any(TECHNIQUES[name].takes_host for name in self.techniques)
 
     def within(self, host_bytes: int) -> Way:
-        """Return the way with what its plan may take of the host; the same one where plans take nothing there."""
+        """Return the way with a limit for host memory; unchanged if its plans take none."""
         return replace(self, host_bytes=host_bytes) if self.takes_host else self
 
     @property
@@ -53,24 +53,24 @@ PLAN = Way("plan", DEFAULT_TECHNIQUES)
 def quick_ways(helps: Callable[[Way], bool]) -> list[Way]:
     """Return the ways that need no long search and no memory of the host.
 
-    ``helps`` says whether a way alone changes anything: where it does not, nothing is combined with it.
+    ``helps`` says whether a way changes anything.
     """
-    # Alone first: a technique that changes nothing by itself is not worth a search together with a plan.
+    # A technique that changes nothing alone is not worth a search together with a plan.
     alone = [Way(one.row, (one.name,)) for one in _rounding()]
     useful = [way for way in alone if helps(way)]
     return [AS_IT_IS, PLAN, *useful, *(_with_plan(way.name, way.techniques) for way in useful)]
 
 
 def long_ways() -> list[Way]:
-    """Return the ways with which all is looked for that may lower the peak."""
+    """Return the ways with a long search for all that may lower the peak."""
     return [
         _with_plan(one.row_of_long_search, (one.name,), True) for one in _rounding() if one.row_of_long_search
     ]
 
 
 def host_ways(tried: list[Way]) -> list[Way]:
-    """Return the ways that take memory of the host, each with every technique of the ways that were tried."""
-    # Techniques that helped, each once. Those of the default are in every plan anyway.
+    """Return the ways that take memory of the host, each with all techniques of the ways in ``tried``."""
+    # Each technique once. The default ones are left out, since every plan has them.
     known = list(
         dict.fromkeys(name for way in tried for name in way.techniques if name not in DEFAULT_TECHNIQUES)
     )
@@ -83,7 +83,7 @@ def host_ways(tried: list[Way]) -> list[Way]:
 
 
 def _rounding() -> list[Technique]:
-    """Return the techniques that a plan has only if it is asked to, since bits of the gradients may change."""
+    """Return the techniques that may change bits of the gradients, and take no memory of the host."""
     return [one for one in TECHNIQUES.values() if not one.keeps_bits and not one.takes_host]
 
 
