@@ -51,6 +51,7 @@ LEFT = {
     "aten._fft_c2c.default": "an expanded input of equal strides: MKL's order of the dimensions; same bytes",
     "aten._fft_r2c.default": "an expanded input of equal strides: MKL's order of the dimensions; same bytes",
     "aten.div.Tensor": "an expanded operand of another type is copied first: a stride of a size of 1; same bytes",
+    "aten.index_put.default": "a stride of a size of 1; same bytes",
     "aten.lift_fresh.default": "returns its argument, of which FakeTensorMode makes a fake tensor",
     "aten.rot90.default": "a stride of a size of 1, of the copy that is turned; same bytes",
 }
