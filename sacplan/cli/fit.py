@@ -58,8 +58,8 @@ class FitOptions(o.CapacityOptions):
 def fit(target: o.Target, *, asked: FitOptions, hf: o.HfOptions) -> CommandResult:
     """Whether a training step fits a device: as it is, with a plan, a chunked loss, another optimizer.
 
-    The exit code is 3 if it does not fit as it is. Several devices, as in --device l40s,h100, get a line each. Other
-    targets than hf: need make_batch.
+    The exit code is 3 if it does not fit as it is; with several devices, if it fits none of them as it is. Several
+    devices, as in --device l40s,h100, get a line each. Targets other than hf:... need make_batch.
     """
     devices = (asked.device or o.DEFAULT_DEVICE).split(",")
     answers = [_answer(target, device.strip(), asked, hf) for device in devices]

@@ -52,7 +52,8 @@ def with_unrepeatable_saved(values: Sequence[ForwardValue], names: Collection[st
     saved = set(names)
     # ``needed`` is lazy: it looks into ``saved`` after each yield, so it skips the inputs of values added here.
     for value in needed(values, saved):
-        # An op with several results cannot be saved itself: if it must not run again, its results are saved.
+        # An op with several results is not savable; its results are values that have it as input. To make such a
+        # result again, the op runs again too. So if the op must not, the result is saved.
         runs_again = (value, *(values[i] for i in value.inputs if not values[i].is_savable))
         if any(one.rerun_ms == math.inf for one in runs_again):
             saved.add(value.name)

@@ -100,10 +100,11 @@ class KnownValues:
     def __init__(self, routing: Routing = "balanced") -> None:
         super().__init__()
         self.routing = routing
-        self._known: dict[int, _StorageValues] = {}
+        self._known: dict[int, _StorageValues] = {}  # by ``storage_key``
+        # Fakes, each with the user's parameter that it stands for.
         self._parameters: list[tuple[weakref.ref[torch.Tensor], torch.Tensor]] = []
-        self._applied: dict[tuple[str, str], AppliedRule] = {}
-        self._paused = 0
+        self._applied: dict[tuple[str, str], AppliedRule] = {}  # by name of the rule, and place in the code
+        self._paused = 0  # nesting depth
         self._max_floats = MAX_FLOATS
 
     @property

@@ -334,9 +334,9 @@ class _RecomputeRewriter:
         return loose
 
     def _op_before(self, position: int) -> Op:
-        """Return the op that ran last before an event: its phase and scope are those of the ops that run again.
+        """Return the last op that ran before an event. Ops that run again at this event get its phase and scope.
 
-        Ops of an optimizer that steps in the backward pass do not count.
+        Optimizer ops inside the backward pass are skipped.
         """
         events, ops = self.program.events, self.program.ops
         while events[position][0] != _OP or ops[events[position][1]].phase is Phase.OPTIMIZER:

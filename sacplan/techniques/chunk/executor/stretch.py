@@ -128,7 +128,7 @@ class StretchMode(Watching):
             return run_in_parts(self, func, args, kwargs)
         tensors = list(tensors_in((args, kwargs)))
         name = str(func)
-        site = self._site_of(name, tensors) if is_computation(name) else None
+        site = self._follow(name, tensors) if is_computation(name) else None
         if self._open is not None:
             _, stretch = self._open
             # Views have no site of their own. A view of what is put off is put off as well.
@@ -146,8 +146,11 @@ class StretchMode(Watching):
             args, kwargs = computed((args, kwargs))
         return func(*args, **kwargs)
 
-    def _site_of(self, name: str, tensors: Sequence[torch.Tensor]) -> CallSite | None:
-        """Return the site of the next op if it belongs to the open stretch, which the op itself may open."""
+    def _follow(self, name: str, tensors: Sequence[torch.Tensor]) -> CallSite | None:
+        """Find the next op in the recording, and return its site if its stretch is now open.
+
+        It opens its stretch, unless this has run or was given up. An open stretch that is another one is given up.
+        """
         ranks = [t.dim() for t in tensors if isinstance(t, StretchTensor) or is_plain(t)]
         description, found = described(name, ranks), None
         # Every frame must see every op, to keep its place in the recording; the innermost unit counts.
@@ -157,7 +160,7 @@ class StretchMode(Watching):
                 found = frame, site
         if found is None:
             return None
-        frame, site = found
+        frame, site = found  # a site of a stretch: ``locate`` returns no others
         decision = frame.unit.decisions[site]
         if self._open is not None and self._open[1].is_over:
             # Somebody read a tensor of the stretch without an op, as by data_ptr(). Its other ops run as they are.
