@@ -91,20 +91,20 @@ class PlanCallback(PlannedTraining, pl.Callback):
         # of ``training_step``.
         if len(self.plans) > 1:
             self.plans = [*map(_with_calls, self.plans, self._planned_batches)]
-        self._sizes = ShapeWatch(self.plan, ())
+        self._shape_watch = ShapeWatch(self.plan, ())
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Apply the plan."""
+        """Apply the plan, and watch for batches that are larger than those it was made for."""
         # A fit that failed before ``on_exception`` could run may have left a plan on.
         self._take_off()
         # Lightning calls back for each batch and not for each optimizer step, so a step is several
         # measurements.
         self._put_on(self._planned(pl_module), batches=trainer.accumulate_grad_batches)
-        self._sizes = ShapeWatch(self.plan, *self._planned_batches)
+        self._shape_watch = ShapeWatch(self.plan, *self._planned_batches)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Start to measure."""
-        index = self._sizes.look(shapes_of((batch,), {}), stacklevel=2)
+        index = self._shape_watch.look(shapes_of((batch,), {}), stacklevel=2)
         # ``training_step`` is called, and ``forward`` need not be: the batch says which of several plans counts.
         if all(self._planned_batches) and self._handle is not None:
             self._handle.choose(index)

@@ -80,9 +80,10 @@ class KeptNumbers:
             self._awaited = func
 
     def given_bytes(self, node: int | None, func: Any, args: Any) -> int:
-        """Return the bytes of the number that an op of the backward pass takes from the node that keeps it.
+        """Return the bytes of the kept number that a backward op reads, or 0 if it reads none.
 
-        A dispatch mode sees a Python number in its place, as if the op itself made a tensor of it.
+        The node hands the op the tensor that it has kept, but a dispatch mode sees a Python number, as if the op made
+        a tensor of it. The caller takes these bytes off the workspace of the op.
         """
         if node is None or func not in _KEEP_THEIR_SECOND or isinstance(args[1], torch.Tensor):
             return 0

@@ -192,7 +192,7 @@ class Refinement:
         best = starts(problem)
         proved = False
         for _ in range(_ROUNDS):
-            found, encoding = self._solve(lowest, gap / 2, smallest=True)
+            found, encoding = self._solve(lowest, gap / 2, minimise_peak=True)
             if not found.values:
                 break
             counts = encoding.counts(found)
@@ -204,7 +204,7 @@ class Refinement:
                 best = min(best, picks, key=problem.peak)
                 scale = float(lowest.scales[device[0]]) / _SCALE
                 bound = scale * (0.0 if found.bound is None else found.bound)
-                # ``_rows`` relaxes each row by half a byte or by ``_SLACK``, so the bound may be too low by that much.
+                # ``_add_rows`` relaxes each row by half a byte or by ``_SLACK``: the bound may be too low by that much.
                 proved = problem.peak(best) <= bound * (1 + gap) + max(0.75, 2 * _SLACK * scale)
                 over = int(device[problem.total(picks)[device].argmax()])
                 if proved or not self._split(over):
@@ -222,9 +222,9 @@ class Refinement:
         return best, proved
 
     def _solve(
-        self, problem: Problem, gap: float, *, smallest: bool = False
+        self, problem: Problem, gap: float, *, minimise_peak: bool = False
     ) -> tuple[LinearSolution, _Encoding]:
-        encoding = _Encoding(problem, self._blocks, self._cuts, smallest=smallest)
+        encoding = _Encoding(problem, self._blocks, self._cuts, minimise_peak=minimise_peak)
         # All rounds share one limit of work: the rounds before may have used it up.
         if self._work <= 0:
             self.limited = True
@@ -310,22 +310,22 @@ class _Encoding:
         blocks: Sequence[Sequence[int]],
         cuts: Sequence[Sequence[_AtLeast]],
         *,
-        smallest: bool,
+        minimise_peak: bool,
     ) -> None:
         self.program = LinearProgram()
         self._problem = problem
         self._blocks = blocks
-        self._smallest = smallest
+        self._minimise_peak = minimise_peak
         costs = [problem.choices[block[0]].costs for block in blocks]
         self.cost_scale = max((float(each.max()) for each in costs), default=0.0) or 1.0
         self._variables = [self._variables_of(block) for block in blocks]
         # Where the peak is minimised, costs count nothing, so what only adds costs is left out.
-        if not smallest:
-            self._once_costs()
-            self._priced_rows()
-        self._rows()
+        if not minimise_peak:
+            self._add_once_costs()
+            self._add_priced_rows()
+        self._add_rows()
         for cut in cuts:
-            self._cut(cut)
+            self._add_cut(cut)
 
     def counts(self, solution: LinearSolution) -> list[list[int]]:
         """Return, by block and option, how many choices take it."""
@@ -334,7 +334,7 @@ class _Encoding:
         return [[len(block) - sum(own), *own] for block, own in zip(self._blocks, others, strict=True)]
 
     def _cost(self, cost: float) -> float:
-        return 0.0 if self._smallest else float(cost) / self.cost_scale
+        return 0.0 if self._minimise_peak else float(cost) / self.cost_scale
 
     def _variables_of(self, block: Sequence[int]) -> list[int]:
         """Make the variables of a block: for each option but the first, how many choices take it."""
@@ -348,7 +348,7 @@ class _Encoding:
             self.program.row([(n, 1.0) for n in own], upper=size)
         return own
 
-    def _once_costs(self) -> None:
+    def _add_once_costs(self) -> None:
         for once in self._problem.once_costs:
             paid = self.program.binary(cost=self._cost(once.cost))
             for block, own in zip(self._blocks, self._variables, strict=True):
@@ -358,7 +358,7 @@ class _Encoding:
                         # positive, so 1.
                         self.program.row([(paid, float(len(block))), (n, -1.0)], lower=0.0)
 
-    def _priced_rows(self) -> None:
+    def _add_priced_rows(self) -> None:
         """Let what is over the limit in a priced row cost its price."""
         problem = self._problem
         columns = [n for own in self._variables for n in own]
@@ -369,7 +369,7 @@ class _Encoding:
             room = float(problem.limits[row] - problem.base[row]) / scale
             self.program.row([(over, -1.0), *zip(columns, uses, strict=True)], upper=room)
 
-    def _rows(self) -> None:
+    def _add_rows(self) -> None:
         """Require that options free, in each row, what the first options together are over its limit."""
         problem = self._problem
         scales = problem.scales / _SCALE
@@ -382,7 +382,7 @@ class _Encoding:
         wanted = self._wanted()
         for resource, rows in problem.resources.items():
             peak = None
-            if self._smallest and resource == DEVICE_MEMORY:
+            if self._minimise_peak and resource == DEVICE_MEMORY:
                 peak = self.program.variable(cost=1.0)
             before: tuple[int, int] | None = None
             for row in rows[wanted[rows]]:
@@ -414,7 +414,7 @@ class _Encoding:
         wanted[problem.priced] = False
         return wanted
 
-    def _cut(self, cut: Sequence[_AtLeast]) -> None:
+    def _add_cut(self, cut: Sequence[_AtLeast]) -> None:
         """Add a cut: at least one of its statements is true."""
         true = [self.program.binary() for _ in cut]
         self.program.row([(t, 1.0) for t in true], lower=1.0)

@@ -106,10 +106,10 @@ class Ranks(Struct, frozen=True, forbid_unknown_fields=True):
     def run_by(self) -> RunBy | None:
         """The name of what runs the step on several ranks; None on one device.
 
-        The same parallelism has another peak with each of them, since they gather and reduce at other times, into
-        other buffers.
+        The peak depends on it: each gathers and reduces at different times, into different buffers.
         """
         if self.world_size == 1:
+            # Several devices are then one data rank: tensors alone are spread.
             return None if self.devices == 1 else "DTensor"
         return "DDP" if self.fsdp_units is None else "FSDP2"
 

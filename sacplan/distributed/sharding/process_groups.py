@@ -35,13 +35,13 @@ def this_rank() -> str:
     )
 
 
-def device_mesh_of(device: str, ranks: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """Return a device mesh over all ranks of the default process group.
+def device_mesh_of(device: str, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """Return a device mesh of axes of these sizes and names, over all ranks of the default process group.
 
     Raises:
         PlanError: there is no group, or it has another number of ranks.
     """
-    n = prod(ranks)
+    n = prod(sizes)
     if not is_running():
         raise PlanError(
             f"this plan is for a mesh of {n} ranks, and there is no process group: start {n} processes with "
@@ -52,7 +52,7 @@ def device_mesh_of(device: str, ranks: Sequence[int], names: Sequence[str]) -> D
             f"this plan is for a mesh of {n} ranks, and {dist.get_world_size()} run: start {n}, or plan for a mesh of "
             f"{dist.get_world_size()}."
         )
-    return init_device_mesh(device, tuple(ranks), mesh_dim_names=tuple(names))
+    return init_device_mesh(device, tuple(sizes), mesh_dim_names=tuple(names))
 
 
 _MOST_RANKS = 2**20  # a mesh lists all of its ranks
