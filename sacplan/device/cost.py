@@ -183,7 +183,7 @@ def op_key(call: AnyCall, *more: Any) -> Any:
 def signature(tree: Any) -> Any:
     """Return everything that a cost depends on, hashable.
 
-    Shape, stride and dtype of tensors, the number of elements of sparse ones, other values as they are.
+    Shape, stride and dtype of tensors, the number of stored elements of sparse ones, other values as they are.
     """
     if isinstance(tree, torch.Tensor):
         if tree.layout is not torch.strided:

@@ -166,17 +166,17 @@ def as_text(sections: Sequence[Section], width: int = 100) -> str:
     return "\n\n".join(section.text(width) for section in sections)
 
 
-def layer_facts(layers: Sequence[LayerReading]) -> list[dict[str, object]]:
-    """Return the layers for ``--json``. Bytes and ms are for one layer of each group."""
+def layer_facts(groups: Sequence[LayerReading]) -> list[dict[str, object]]:
+    """Return each group of like layers for ``--json``. Bytes and ms are those of one layer."""
     return [
         {
-            "layers": list(layer.layers),
-            "kept": [part_facts(part) for part in layer.kept],
-            "recomputed": [part_facts(part) for part in layer.recomputed],
-            "in_slices": list(layer.sliced),
-            "on_the_host": list(layer.away),
+            "layers": list(group.layers),
+            "kept": [part_facts(part) for part in group.kept],
+            "recomputed": [part_facts(part) for part in group.recomputed],
+            "in_slices": list(group.sliced),
+            "on_the_host": list(group.away),
         }
-        for layer in layers
+        for group in groups
     ]
 
 

@@ -293,8 +293,8 @@ def leaving_bytes(step: Profile, techniques: tuple[str, ...]) -> int:
 
 
 def _floor_bytes(traced: Profile, techniques: Collection[str]) -> int:
-    """Return a peak that no plan goes below, except one that runs other ops than those of the loss in slices."""
-    if traced.runs_compiled:  # a plan changes its ops, so only what is alive at the end is a bound
+    """Return a lower bound on the peak of every plan. It does not hold for plans that slice ops outside the loss."""
+    if traced.runs_compiled:  # a plan changes the compiled ops, so only what is alive at the end is a bound
         return traced.baseline.end_bytes
     programs = [traced.program]
     if "chunk" in techniques:

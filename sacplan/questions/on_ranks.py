@@ -22,6 +22,7 @@ from sacplan.core.budget import format_bytes
 from sacplan.core.derived import derived
 from sacplan.core.elements import StorageKind
 from sacplan.core.program import Patch
+from sacplan.device.devices import DEFAULT_DEVICE, resolve_device
 from sacplan.distributed.ranks.ranks import FSDP2, Ranks, layers_of
 from sacplan.errors import BudgetError, PlanError, TraceError
 from sacplan.planning.meshes import names_on, resolve_mesh, way
@@ -263,21 +264,26 @@ class RankRows:
             return row
 
 
+def _counted(given: Any) -> re.Match[str] | None:
+    """Match a number of devices, an x, and their name or size: ``"8xh100"``, ``"2 x 24GB"``."""
+    return re.fullmatch(r"(\d+)\s*x\s*(\D.*|\d+\s*[gG].*)", given.strip()) if isinstance(given, str) else None
+
+
 def read_devices(device: Any, devices: int | str) -> tuple[Any, int]:
     """Return a device and how many of it there are, from ``"8xh100"`` or from a device and a number.
 
     Raises:
-        PlanError: ``devices`` is no such number, or two different ones are given.
+        PlanError: ``devices`` is no such number, or two different numbers or devices are given.
+        DeviceError: ``devices`` names a device as well, and one of the two is unknown.
     """
-    # In either argument: ``devices="8xh100"`` names the device, too. A name or a size (24GB) follows the x.
-    for given, other in ((device, devices), (devices, "1")):
-        found = isinstance(given, str) and re.fullmatch(r"(\d+)\s*x\s*(\D.*|\d+\s*[gG].*)", given.strip())
-        if found:
-            # 1 may just be the default, and the same number twice is no contradiction.
-            if str(other) not in ("1", found[1]):
-                raise PlanError(f"device={device!r} and devices={devices!r} are two numbers; give one.")
-            device, devices = found[2], found[1]
-            break
+    # Either argument may have both. The other one may be its default, or say the same.
+    in_device, in_devices = _counted(device), _counted(devices)
+    if in_device and str(devices) not in ("1", in_device[1]):
+        raise PlanError(f"device={device!r} and devices={devices!r} are two numbers; give one.")
+    if in_devices and device != DEFAULT_DEVICE and resolve_device(device) != resolve_device(in_devices[2]):
+        raise PlanError(f"device={device!r} and devices={devices!r} are two devices; give one.")
+    if counted := in_device or in_devices:
+        devices, device = counted.groups()
     number = str(devices).strip()
     if isinstance(devices, bool) or not number.isdigit() or not 1 <= int(number) <= _MOST_DEVICES:
         raise PlanError(

@@ -311,24 +311,20 @@ class Verdict:
         return "\n".join(lines)
 
     def _code_on_ranks(self, best: FitRow) -> list[str]:
-        """Return lines that plan for a rank, and that run the step on all ranks."""
+        """Return the code of the best row for all ranks: the profile and plan, if any, and the wrapping."""
         budget = "" if self.budget is None else f', "{self.budget}"'
-        start = f"# torchrun --nproc-per-node {self.devices}"
-        # On a mesh: ``plan`` takes a profile of the step of all ranks, and ``apply`` makes the calls.
-        if not best.wrapping:
-            return [
-                start,
-                f'profile = sacplan.profile(model, batch, optimizer=optimizer, device="{self.device}")  # of all ranks',
-                f"handle = sacplan.apply(model, sacplan.plan(profile{budget}, {best.options}))",
-            ]
-        lines = [start]
-        if best.way == "plan":
-            lines += [
-                f'profile = sacplan.profile(model, batch, optimizer=optimizer, device="{self.device}",',
-                f"                          {best.options})",
-                f"handle = sacplan.apply(model, sacplan.plan(profile{budget}))",
-            ]
-        # Without a plan, the wrapper is all that is needed.
+        lines = [f"# torchrun --nproc-per-node {self.devices}"]
+        profile = f'profile = sacplan.profile(model, batch, optimizer=optimizer, device="{self.device}"'
+        on_mesh = not best.wrapping
+        # A mesh is an option of ``plan``, and ``apply`` spreads the model. DDP and FSDP2 are options of ``profile``,
+        # and the user wraps the model.
+        if on_mesh:
+            plan = f"sacplan.plan(profile{budget}, {best.options})"
+            lines += [f"{profile})  # of all ranks", f"handle = sacplan.apply(model, {plan})"]
+        elif best.way == "plan":
+            plan = f"sacplan.plan(profile{budget})"
+            options = f"{' ' * 26}{best.options})"
+            lines += [f"{profile},", options, f"handle = sacplan.apply(model, {plan})"]
         return [*lines, *best.wrapping]
 
     def to_frame(self) -> pd.DataFrame:

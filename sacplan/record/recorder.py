@@ -460,11 +460,14 @@ class Recorder(Watching):
         return state
 
     def kernel_ran(self, name: str, tensors: Sequence[torch.Tensor], nbytes: int) -> None:
-        """Record a kernel of the compiler, which no dispatcher sees."""
+        """Record an inductor kernel, which does not pass the dispatcher.
+
+        All its tensors count as read, since it does not say which it writes. It never runs again.
+        """
         if self._paused:
             return
         phase = self._phase()
-        on = [self.storages.of(t) for t in tensors]
+        storages = [self.storages.of(t) for t in tensors]
         op = Op(
             name=f"inductor.{name}",
             phase=phase,
@@ -472,11 +475,11 @@ class Recorder(Watching):
             time_ms=fused_ms(self._spec, name, nbytes),
             flops=0,
             workspace_bytes=0,
-            reads=tuple(dict.fromkeys(on)),
+            reads=tuple(dict.fromkeys(storages)),
             writes=(),
             mutates=(),
             recomputable=False,
-            inputs=self.tensors.indices(tensors, on, None),
+            inputs=self.tensors.indices(tensors, storages, None),
             forward_of=self._nodes.forward_op() if phase is Phase.BACKWARD else -1,
         )
         self._events.append((_OP, len(self._ops)))

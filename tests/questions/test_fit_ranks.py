@@ -204,7 +204,9 @@ def test_how_many_devices() -> None:
     assert read_devices("8 x a100-80gb", 8) == ("a100-80gb", 8)
     assert read_devices("2x24GB", 1) == ("24GB", 2)
     assert read_devices("h100", "4") == ("h100", 4)
-    for device, devices in (("8xh100", 4), ("h100", 0), ("h100", "many"), ("h100", True)):
+    assert read_devices("h100", "8xa100") == ("a100", 8)  # h100 is the default
+    assert read_devices("a100", "8xa100-80gb") == ("a100-80gb", 8)
+    for device, devices in (("8xh100", 4), ("a100", "8xh100"), ("h100", 0), ("h100", "many"), ("h100", True)):
         with pytest.raises(PlanError):
             read_devices(device, devices)
 
