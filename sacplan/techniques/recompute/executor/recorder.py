@@ -205,7 +205,8 @@ class UnitRecorder(Watching):
             self._has_departed = True
         # Only computations count: autograd asks for devices and detaches outputs in between.
         if self._has_departed and func_facts(func).name is not None:
-            self._last = _LastOp(autograd_sequence_number(), torch.is_grad_enabled(), op and op.site)
+            site = op.site if op else None
+            self._last = _LastOp(autograd_sequence_number(), torch.is_grad_enabled(), site)
         if op is None:
             return func(*given, **kwargs) if kwargs else func(*given)
         kwargs = kwargs or {}
