@@ -91,7 +91,8 @@ def differing() -> dict[str, tuple[Policy, Policy]]:
         if name not in on_cpu:
             if op_of_schema(f"aten::{name}") is not None:
                 result[name] = (policy, "none")
-        elif policy not in ("lower", "fp32"):  # these two policies are the same in both lists
+        # In both lists. What is "lower" or "fp32" on CUDA is the same on the CPU, which casts all others to float32.
+        elif policy not in ("lower", "fp32"):
             result[name] = (policy, "fp32")
     for name in on_cpu - on_cuda.keys() - _CPU_LOWER:
         result[name] = ("none", "promote" if name in _CPU_PROMOTES else "fp32")

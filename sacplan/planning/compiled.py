@@ -223,19 +223,20 @@ class _Partitions:
             Partition(self._unit, key, tuple(sorted(split.saved)))
             for key, split in zip(self._graphs, splits, strict=True)
         )
-        before = sum(graph.own.lowered.saved_bytes for graph in self._graphs.values())
-        left = sum(split.lowered.saved_bytes for split in splits)
-        ratio = max(0.0, 1 - left / max(1, before))
+        saved_by_default = sum(graph.own.lowered.saved_bytes for graph in self._graphs.values())
+        still_saved = sum(split.lowered.saved_bytes for split in splits)
+        discarded = max(0.0, 1 - still_saved / max(1, saved_by_default))  # a share
         plan = structs.replace(
             self._unplanned,
             decisions=(*decisions, *eager.decisions),
-            units={self._unit: UnitPlan(ratio, 0.0), **eager.units},
+            # The time is known only after the dry run, and is filled in below.
+            units={self._unit: UnitPlan(discarded, 0.0), **eager.units},
             sequences=eager.sequences,
             status="feasible",
         )
         seen = self._profile.run_with(plan)
         again_ms = max(0.0, _computing_ms(seen) - _computing_ms(self._profile))
-        return structs.replace(plan, units={**plan.units, self._unit: UnitPlan(ratio, again_ms)}), seen
+        return structs.replace(plan, units={**plan.units, self._unit: UnitPlan(discarded, again_ms)}), seen
 
     def _saved_bytes(self, splits: Splits) -> int:
         return self._calls * sum(split.expected.saved_bytes for split in splits)

@@ -98,8 +98,8 @@ def unfused_attention(program: Program, spec: DeviceSpec) -> str:
         return ""
     return (
         "scaled_dot_product_attention runs as separate ops, which keep the scores: no fused kernel takes its inputs. "
-        "They want tensors of 4 dimensions, contiguous in the last one, a head size that is a multiple of 8, and a "
-        "half type or as many heads in key and value as in the query"
+        "They want tensors of 4 dimensions, contiguous in the last one, and a head size that is a multiple of 8. If "
+        "key and value have fewer heads than the query, they also want float16 or bfloat16"
     )
 
 

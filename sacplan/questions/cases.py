@@ -321,13 +321,16 @@ class Case:
         return found
 
     def _largest_run(self, axis: SizeAxis, made: _Choice) -> int:
-        """Return the largest size that fits with a plan; about four sizes are recorded compiled and run with it."""
+        """Return the largest size that fits with the plan ``made``.
+
+        Each size tried (about four) is compiled, recorded and dry-run with the plan.
+        """
 
         def over(n: int) -> int:
             program = self._program(made, axis.record(n * axis.unit))
             return self.room.needs(program) - self.room.n_bytes
 
-        return axis.unit * largest_within(over, axis.most, axis.asked // axis.unit)
+        return axis.unit * largest_within(over, axis.most, first=[axis.asked // axis.unit])
 
     def _largest(self, steps: Sized, axis: SizeAxis, made: list[_Choice], known: int) -> int:
         """Return the largest size that fits with any of some plans; no smaller one than ``known`` is looked for."""

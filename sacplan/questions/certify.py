@@ -404,7 +404,7 @@ class _Runs:
 
         limit = max(1, (drawing.size - smallest) // unit)
         # The search begins on the line from the limit to an empty device.
-        found = largest_within(over, limit, 0, limit)
+        found = largest_within(over, limit, first=[0, limit])
         return smallest + (found - 1) * unit if found else 0
 
     def certificate(self, buckets: int) -> Certificate:

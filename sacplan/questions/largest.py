@@ -10,7 +10,7 @@ next size does not, and no larger size that was tried does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 Point = TypeVar("Point")
@@ -55,7 +55,7 @@ def largest(
         look(min(max(guess, low + 1), last))
 
 
-def largest_within(excess: Callable[[int], int], limit: int, *first: int) -> int:
+def largest_within(excess: Callable[[int], int], limit: int, *, first: Sequence[int] = ()) -> int:
     """Return the largest size at which ``excess`` is not positive, as ``largest`` does; ``first`` are tried first."""
     looked = {n: excess(n) for n in first}
     return largest(looked, lambda n: looked.update({n: excess(n)}), limit, lambda found: found <= 0, float)

@@ -80,7 +80,8 @@ def custom_functions_since(number: int, outputs: Any) -> list[Any]:
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
-        # Gradient accumulation has the largest number of all, and no next functions.
+        # Next nodes are older, so none below one that is too old is wanted. Only ``AccumulateGrad`` has a number larger
+        # than those above it, and it has no next nodes.
         if node is not None and node not in seen and node._sequence_nr() >= number:
             seen.add(node)
             waiting += [next_node for next_node, _ in node.next_functions]

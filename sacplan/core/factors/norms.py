@@ -10,32 +10,33 @@ from sacplan.core.factors.rule import Dims, Factors, Kind, Rule, RuleBuilder, re
 
 def _normalized(call: RuleBuilder, shape: Sequence[int]) -> tuple[Dims, Dims]:
     """Make factors of the leading dimensions, and of those that are normalized."""
-    rows = len(shape) - len(call["normalized_shape"])
-    return call.dims(shape[:rows]), call.blocked(shape[rows:])
+    n_leading = len(shape) - len(call["normalized_shape"])
+    return call.dims(shape[:n_leading]), call.blocked(shape[n_leading:])
 
 
 @register("native_layer_norm", "_fused_rms_norm")
 def _layer_norm(call: RuleBuilder) -> Rule:
     x, *weights = call.inputs
-    rows, row = _normalized(call, x.shape)
-    statistics = rows + ((),) * len(row)
+    leading, normalized = _normalized(call, x.shape)
+    whole, statistics = leading + normalized, leading + ((),) * len(normalized)
     return call.rule(
-        [rows + row, *(row for _ in weights)], [rows + row, *(statistics for _ in call.outputs[1:])]
+        [whole, *(normalized for _ in weights)], [whole, *(statistics for _ in call.outputs[1:])]
     )
 
 
 @register("native_layer_norm_backward", "_fused_rms_norm_backward")
 def _layer_norm_backward(call: RuleBuilder) -> Rule:
-    # Gradients of scale and shift are sums over rows; statistics have size 1 where the input is normalized.
-    rows, row = _normalized(call, call["input"].shape)
-    by_name = dict.fromkeys(("grad_out", "input"), rows + row)
-    by_name |= dict.fromkeys(("mean", "rstd"), rows + ((),) * len(row))
-    inputs = [by_name.get(name, row) for name, _ in call.named_inputs]
+    # Gradients of scale and shift are sums over leading dimensions; statistics have size 1 in normalized ones.
+    leading, normalized = _normalized(call, call["input"].shape)
+    by_name = dict.fromkeys(("grad_out", "input"), leading + normalized)
+    by_name |= dict.fromkeys(("mean", "rstd"), leading + ((),) * len(normalized))
+    inputs = [by_name.get(name, normalized) for name, _ in call.named_inputs]
+    # ``output_mask``: input, scale, shift (RMS norm has no shift).
     wanted = [i for i, is_wanted in enumerate(call["output_mask"]) if is_wanted]
     for output, i in enumerate(wanted):
-        if i:
-            call.becomes([f for factors in rows for f in factors], Kind.SUM, output)
-    return call.rule(inputs, [row if i else rows + row for i in wanted])
+        if i > 0:
+            call.becomes([f for factors in leading for f in factors], Kind.SUM, output)
+    return call.rule(inputs, [normalized if i > 0 else leading + normalized for i in wanted])
 
 
 @register("native_group_norm", "native_group_norm_backward")

@@ -276,9 +276,12 @@ def _offered(program: Program, found: Chunk, numbers: Sequence[int]) -> Slices:
 def _offered_where_alike(
     program: Program, found: Chunk, units: Iterable[str], numbers: Sequence[int], device: DeviceSpec
 ) -> Iterator[Slices]:
-    """Yield a chunk, moved to each of some modules, in all numbers of slices, if all of these work there."""
+    """Yield, for each unit, the chunks that are ``found`` moved to it, one per number of slices.
+
+    Units where any of these chunks cannot run are skipped.
+    """
     for unit in units:
-        # A module of the same name may still differ.
+        # The caller matches units by name; their ops may still differ from those of ``found.unit``.
         with contextlib.suppress(CannotChunk):
             offered = _offered(program, msgspec.structs.replace(found, unit=unit), numbers)
             for chunk in offered:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, starmap
 from typing import Any
 
 import msgspec
@@ -175,10 +175,7 @@ def _moved(patch: Patch, indices: Indices, position: Callable[[int], int]) -> Pa
     """Return a patch with other indices, at other positions."""
     return msgspec.structs.replace(
         patch,
-        events={
-            position(at): tuple(indices.event(*event) for event in events)
-            for at, events in patch.events.items()
-        },
+        events={position(at): tuple(starmap(indices.event, events)) for at, events in patch.events.items()},
         ops=tuple(map(indices.moved, patch.ops)),
         resized={indices.storage(s): n_bytes for s, n_bytes in patch.resized.items()},
         handle_storages=tuple(map(indices.storage, patch.handle_storages)),
@@ -195,13 +192,14 @@ def merged(program: Program, rewrites: Sequence[Rewrite]) -> Patch:
     """
     if len(rewrites) == 1:
         return rewrites[0].patch
+    # Only a stretch has ``loop_bytes``.
     stretches = sorted((min(one.deferred), max(one.deferred)) for one in rewrites if one.loop_bytes)
     for (_, end), (start, _) in pairwise(stretches):
         if start < end:
             raise ValueError(f"two stretches interleave at op {start}")
     draft = PatchBuilder(program)
     for patch in (one.patch for one in rewrites):
-        # Adding to the draft moves the offsets, so all that the patch refers to is renamed before that.
+        # Offsets are the draft's current lengths, so the whole patch is renamed before any of it is added.
         indices = Indices(
             storage=_after(draft.storage_bytes),
             op=_after(draft.ops),
@@ -210,7 +208,7 @@ def merged(program: Program, rewrites: Sequence[Rewrite]) -> Patch:
         )
         if both := draft.events.keys() & patch.events:
             raise ValueError(f"two patches look at event {min(both)}")
-        draft.add(_moved(patch, indices, lambda at: at))
+        draft.add(_moved(patch, indices, position=lambda at: at))
     return draft.patch()
 
 

@@ -83,7 +83,10 @@ class ForwardWalk:
             )
 
     def _hands_on_gradient(self, index: int, op: Op, known: Mapping[int, Lazy]) -> bool:
-        """Whether the gradient of what enters may be that of an op's result, or a view of it."""
+        """Whether the backward of ``op`` may hand on its output's gradient as it is, as that of an addition does.
+
+        The gradient of what enters would then be the output's, or a view of it.
+        """
         program, tensors = self.program, self.program.tensors
         if self.span.begins not in program.writer or not is_computation(op.name):
             return False  # a batch, which gets no gradient; or a view, whose readers are asked
@@ -92,14 +95,15 @@ class ForwardWalk:
         def of_that_size(found: Iterable[int]) -> list[int]:
             return [t for t in found if "float" in tensors[t].dtype and math.prod(tensors[t].shape) == size]
 
-        # Each input of that size has a gradient of its own, unless one is handed on. What the formula makes and reads
-        # again is a temporary and no gradient.
+        # The formula makes a new gradient for each lazy or own input of that size. If it makes fewer, some input gets
+        # the output's gradient itself. What the formula makes and reads again is a temporary and no gradient.
         inputs = [t for t in of_that_size(op.inputs) if t in known or self._is_own(tensors[t].storage)]
         ran = (program.ops[i] for i in backward_ops(program).get(index, ()))
         formula = [one for one in ran if is_computation(one.name) and one.name not in _ADDITIONS]
         gradients = {tensors[t].storage for one in formula for t in of_that_size(one.outputs)}
         gradients.difference_update(s for one in formula for s in one.reads)
-        return any("float" in tensors[t].dtype for t in op.outputs) and len(gradients) < len(inputs)
+        is_handed_on = len(gradients) < len(inputs)
+        return is_handed_on and any("float" in tensors[t].dtype for t in op.outputs)
 
     def _is_own(self, storage: int) -> bool:
         return self.program.storage_kinds[storage] is StorageKind.PARAMETER or storage in self._own_storages

@@ -467,10 +467,10 @@ class Targets:
         self._waiting[backward_number()] = None
         return [waiting.get(i) for i in range(self._n)]
 
-    def are_reached_by(self, t: torch.Tensor) -> bool:
+    def receive_whole_gradient_of(self, t: torch.Tensor) -> bool:
         """Whether the gradient of ``t`` is handed on to nothing but these tensors and the region's input.
 
-        The nodes that hand it on are then watched. After ``_NODES_LOOKED_AT`` nodes the answer is no, which costs a
+        If so, the nodes that hand it on are watched. After ``_NODES_LOOKED_AT`` nodes the answer is no, which costs a
         loop and is never wrong.
         """
         if t.is_leaf:
@@ -483,15 +483,17 @@ class Targets:
             if edge in self.edges or node is self._entry() or node in seen:
                 continue
             edges = [edge for edge in node.next_functions if edge[0] is not None]
-            # In order: another region, whose loop would read this one's lazy gradients, slice by slice; and the end of
-            # the history, such as a leaf, which would store its gradient as it is.
+            # With ``entered_region``, it is another region's, whose loop would read this one's lazy gradients slice by
+            # slice. Without edges, it ends the history, such as a leaf, which would store a lazy gradient as it is.
             if hasattr(node, "entered_region") or not edges:
                 return False
             seen.add(node)
             waiting.extend(edges)
+        if waiting:
+            return False
         for node in seen:
             self.watch(node)
-        return not waiting
+        return True
 
     def watch(self, node: Any) -> None:
         """Take lazy gradients that a node of autograd hands on to one of the tensors."""
@@ -558,7 +560,7 @@ def _keep_gradients_real(others: Sequence[torch.Tensor], region: SlicedRegion) -
         return
     targets = region.targets()
     for t in others:
-        if t.requires_grad and (targets is None or not targets.are_reached_by(t)):
+        if t.requires_grad and (targets is None or not targets.receive_whole_gradient_of(t)):
             keep_gradient_real(t, region)
 
 

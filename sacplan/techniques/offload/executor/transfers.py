@@ -63,7 +63,7 @@ def _streams_of(device: torch.device) -> _Streams:
         return _streams[device]
 
 
-class _Awaited:
+class _CopyEnd:
     """The end of a copy, for which its home still has to wait.
 
     Attributes:
@@ -90,12 +90,12 @@ class Transfer:
         target: the memory that is written. The transfer keeps it, so that it is not freed before the end is awaited.
     """
 
-    __slots__ = ("_awaited", "_device", "_source", "target")
+    __slots__ = ("_device", "_end", "_source", "target")
 
     def __init__(self, target: torch.Tensor, source: torch.Tensor, device: torch.device) -> None:
         self.target = target
         self._device = device
-        self._awaited: _Awaited | None = None
+        self._end: _CopyEnd | None = None
         self._source: weakref.ref[Any] | None = None
         # Without streams the copy is made now. With streams, ``out`` and ``back`` begin it, each on its own stream.
         if device.type not in WITH_STREAMS:
@@ -106,47 +106,46 @@ class Transfer:
         """Copy from the device, after all that has been launched so far."""
         made = cls(host, source, source.device)
         if source.device.type in WITH_STREAMS:
-            awaited = made._begin(_streams_of(source.device).out, source)
+            end = made._begin(_streams_of(source.device).out, source)
             # The memory may belong to another stream than the home, which is the one that waits if it is freed.
             memory = source.untyped_storage()
-            note_use(memory, awaited.home)
-            made._source = weakref.ref(memory, awaited.give_up)
+            note_use(memory, end.home)
+            made._source = weakref.ref(memory, end.give_up)
         return made
 
     @classmethod
-    def back(cls, host: torch.Tensor, copy: torch.Tensor, sent: Transfer | None) -> Transfer:
-        """Copy what is on the host, or has been ``sent`` there, to memory on the device that was taken just now."""
-        made = cls(copy, host, copy.device)
-        if copy.device.type in WITH_STREAMS:
-            stream = _streams_of(copy.device).back
-            # The stream that asks need not be the one that has waited for the way out.
-            if sent is not None and sent._awaited is not None:
-                stream.wait_event(sent._awaited.event)
+    def back(cls, host: torch.Tensor, target: torch.Tensor, copy_out: Transfer | None) -> Transfer:
+        """Copy what is on the host, or is once ``copy_out`` is over, to ``target``, just allocated on the device."""
+        made = cls(target, host, target.device)
+        if target.device.type in WITH_STREAMS:
+            stream = _streams_of(target.device).back
+            # ``_begin`` has it wait for the stream that asks, which need not have waited for the copy out.
+            if copy_out is not None and copy_out._end is not None:
+                stream.wait_event(copy_out._end.event)
             made._begin(stream, host)
         return made
 
-    def _begin(self, stream: Any, source: torch.Tensor) -> _Awaited:
+    def _begin(self, stream: Any, source: torch.Tensor) -> _CopyEnd:
         home = cuda.current_stream(self._device)
         stream.wait_stream(home)
         with cuda.stream(stream):
             self.target.copy_(source, non_blocking=True)
-        self._awaited = _Awaited(stream.record_event(), home)
-        return self._awaited
+        self._end = _CopyEnd(stream.record_event(), home)
+        return self._end
 
     def wait(self, memory: torch.UntypedStorage) -> None:
         """Have the stream that computes now wait for the end, before it uses or frees this memory on the device."""
-        if self._awaited is None:
+        if self._end is None:
             return
         current = cuda.current_stream(self._device)
-        current.wait_event(self._awaited.event)
+        current.wait_event(self._end.event)
         note_use(memory, current)
-        if current == self._awaited.home:
-            self._awaited.home = None
+        if current == self._end.home:
+            self._end.home = None
 
     def __del__(self) -> None:
-        awaited = getattr(self, "_awaited", None)
-        if awaited is not None:
-            awaited.give_up()
+        if (end := getattr(self, "_end", None)) is not None:
+            end.give_up()
 
 
 def note_use(memory: torch.UntypedStorage, stream: Any) -> None:

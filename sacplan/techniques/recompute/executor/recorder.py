@@ -133,8 +133,8 @@ class UnitRecorder(Watching):
         # From where the schedule is left: the lookup, and a new schedule, which is None until then.
         self._lookup = Lookup(recorded, names)
         self._draft: Schedule | None = None
-        # Whether this call does not run what was recorded, as far as is known; only then is the last op of interest.
-        self._differs = False
+        # Whether this call is known to have departed from the recorded step; only then is the last op of interest.
+        self._has_departed = False
         self._last: _LastOp | None = None
 
     @classmethod
@@ -182,7 +182,7 @@ class UnitRecorder(Watching):
         # The next op of the schedule, and what to do with it. Where there is none, (None, None): each op is looked up.
         expected, op = self._ops[self._at]
         # Most ops are the schedule's next one, with nothing to do. Each microsecond here is one for each op of a step.
-        if expected is func and op is None and not (types or self.paused or self._differs):
+        if expected is func and op is None and not (types or self.paused or self._has_departed):
             self._at += 1
             return func(*args, **kwargs) if kwargs else func(*args)
         if types and is_deferred(types):
@@ -202,9 +202,9 @@ class UnitRecorder(Watching):
         else:
             op = self._look_up(func, args, kwargs)
         if op is not None and op.differs:
-            self._differs = True
+            self._has_departed = True
         # Only computations count: autograd asks for devices and detaches outputs in between.
-        if self._differs and func_facts(func).name is not None:
+        if self._has_departed and func_facts(func).name is not None:
             site = op.site if op else None
             self._last = _LastOp(autograd_sequence_number(), torch.is_grad_enabled(), site)
         if op is None:
@@ -273,7 +273,8 @@ class UnitRecorder(Watching):
             return None  # they come and go, and the plan decides nothing about them
         draft = self._draft or self._leave_schedule()
         op, known = self._lookup.next(func, args, kwargs)
-        if self._lookup.differs and not self._differs:
+        # Mark the op at which this call first departs from the recorded step.
+        if self._lookup.differs and not self._has_departed:
             op = replace(op or ScheduledOp(Action.KEEP), differs=True)
         draft.add(func, op, known)
         return op
@@ -283,7 +284,7 @@ class UnitRecorder(Watching):
         done, schedule = self._at, self._schedule
         draft = self._draft = Schedule() if schedule is None else schedule.beginning(done)
         likely = None if schedule is None else schedule.calls_around(done)
-        self._lookup.begin(draft.known, likely, differs=self._differs)
+        self._lookup.begin(draft.known, likely, differs=self._has_departed)
         # From here on ``NO_OPS`` makes every op a lookup, as in the first call.
         self._ops, self._at = NO_OPS, 0
         return draft
@@ -311,7 +312,7 @@ class UnitRecorder(Watching):
         slot = self._slots.slot_of(local) if plain or is_plain(local) else None
         if (
             slot is not None
-            and self._differs
+            and self._has_departed
             and self._last is not None  # None: no op has run since the call began to differ
             and self._last.precedes_save_by_custom_function(slot)
         ):
