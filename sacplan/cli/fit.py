@@ -139,7 +139,6 @@ def of_length(make_batch: Callable[[int], Any], seq: int | None, batch: int, *si
 
     The batch holds zeros: only shapes matter to the recording.
     """
-    # ``sizes``: length; height and width; or all three.
     length = seq if len(sizes) == 2 else sizes[0]
     image = sizes[-2:] if len(sizes) > 1 else ()
 

@@ -74,8 +74,8 @@ def _ways(call: Callable[[], Any], end: str) -> tuple[Any, set[tuple[str, ...]]]
 def test_the_way_to_a_plan_is_as_short_as_the_page_says() -> None:
     lines = re.findall(r"^    (\S+\.py): (.+)$", (ROOT / "docs" / "architecture.md").read_text("utf-8"), re.M)
     written = tuple(f"{path}: {name}" for path, names in lines for name in names.split(", "))
-    layers = [torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)]
-    model = torch.nn.Sequential(*(torch.nn.Sequential(*layers) for _ in range(4)))
+    layers = [[torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)] for _ in range(4)]
+    model = torch.nn.Sequential(*(torch.nn.Sequential(*layer) for layer in layers))
     profile, recorded = _ways(lambda: sacplan.profile(model, torch.zeros(4096, 64)), "Recorder.program")
     _, planned = _ways(lambda: sacplan.plan(profile, "80%"), "rewritten")
     assert recorded == {written[:9]}

@@ -489,7 +489,7 @@ class Targets:
                 return False
             seen.add(node)
             waiting.extend(edges)
-        if waiting:
+        if waiting:  # the limit is reached
             return False
         for node in seen:
             self.watch(node)
